@@ -1,0 +1,43 @@
+# demo   train on two virtual devices and draw the loss curves    test   all tests
+# lint   style and types                                          bench  compare with TensorFlow (installs it)
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PEER := .venv-peer
+PEER_PACKAGES := tensorflow-cpu==2.21.0 keras==3.15.1
+PIP_FLAGS := --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint bench env clean
+
+# The stamp says that the environment holds what pyproject.toml and constraints.txt ask for. The
+# package is installed editable, so that a change of the source needs no new environment.
+env: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, such as: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,dev,examples]'
+	touch $@
+
+$(PEER)/.stamp: Makefile
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install $(PIP_FLAGS) $(PEER_PACKAGES)
+	touch $@
+
+demo: env
+	$(PY) examples/digits_mirrored.py
+
+test: env
+	$(PY) -m pytest
+
+lint: env
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+bench: env $(PEER)/.stamp
+	$(PY) benchmarks/run.py --peer $(PEER)/bin/python
+
+clean:
+	rm -rf $(VENV) $(PEER) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,34 @@
+"""Distribution strategies for Keras 3 on JAX, in the vocabulary of tf.distribute."""
+
+from __future__ import annotations
+
+from stratagem import config as config
+from stratagem import keras_bridge as _keras_bridge
+from stratagem import context as _context
+from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
+from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from stratagem.collectives import NcclAllReduce as NcclAllReduce
+from stratagem.collectives import ReductionToOneDevice as ReductionToOneDevice
+from stratagem.collectives import RingAllReduce as RingAllReduce
+from stratagem.collectives import TreeAllReduce as TreeAllReduce
+from stratagem.context import get_replica_context as get_replica_context
+from stratagem.context import get_strategy as get_strategy
+from stratagem.context import has_strategy as has_strategy
+from stratagem.context import in_cross_replica_context as in_cross_replica_context
+from stratagem.step.replica import ReplicaContext as ReplicaContext
+from stratagem.step.tape import GradientTape as GradientTape
+from stratagem.step.tape import value_and_grad as value_and_grad
+from stratagem.strategies import DefaultStrategy as _DefaultStrategy
+from stratagem.strategies import MirroredStrategy as MirroredStrategy
+from stratagem.strategies import OneDeviceStrategy as OneDeviceStrategy
+from stratagem.strategies import Strategy as Strategy
+from stratagem.values import DistributedValues as DistributedValues
+from stratagem.values import IndexedSlices as IndexedSlices
+from stratagem.values import Mirrored as Mirrored
+from stratagem.values import PerReplica as PerReplica
+from stratagem.values import ReduceOp as ReduceOp
+from stratagem.variables import VariableAggregation as VariableAggregation
+from stratagem.variables import VariableSynchronization as VariableSynchronization
+
+_default_strategy = _DefaultStrategy()
+_context.set_default(_context.Frame(_default_strategy, replica=_default_strategy.replica_context))

@@ -1,0 +1,34 @@
+"""Everything private that we need from JAX and XLA, each with what it is needed for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Needed to know whether a backend has started without starting one: virtual devices and the size
+# of XLA's thread pool can only be chosen before. Public functions that list backends start them.
+from jax._src import xla_bridge as _xla_bridge
+
+# How XLA names the threads of the CPU client's pool (thread names end at 15 characters).
+_POOL_THREAD_NAME = "tf_XLAEigen"
+
+
+def started_backends() -> tuple[str, ...]:
+    """Names of the backends that have started, such as `("cpu",)`; starts none."""
+    if not _xla_bridge.backends_are_initialized():
+        return ()
+    return tuple(_xla_bridge.backends())
+
+
+def cpu_pool_threads() -> int | None:
+    """Threads in the pool of the CPU client that runs, or None where that cannot be seen.
+
+    The size is fixed when the client starts and JAX does not report it; the kernel's thread list
+    does. What the environment says now may have been written after the client started.
+    """
+    count = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        try:
+            count += path.read_text().strip() == _POOL_THREAD_NAME
+        except OSError:  # That thread has just ended.
+            continue
+    return count or None

@@ -1,0 +1,36 @@
+"""The private names of Keras that Stratagem uses, and what it needs of each.
+
+A test (tests/devices/test_private_names.py) fails when a new version of Keras moves or changes
+one of them.
+"""
+
+from __future__ import annotations
+
+# The class behind keras.Variable on the JAX backend. Needed: `__init__`, `value`, `assign`,
+# `assign_add`, `assign_sub`, `_direct_assign`, and the slots `_value` and `_dtype`.
+from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
+from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+from keras.src.backend.common import global_state as global_state
+from keras.src.backend.jax.core import JaxVariable as JaxVariable
+
+# The trainer mixed into keras.Model on the JAX backend. Needed: `make_train_function`,
+# `make_test_function`, `make_predict_function`, `_make_function`, and the step methods
+# `train_step(state, data)`, `test_step(state, data)`, `predict_step(state, data)`.
+from keras.src.backend.jax.trainer import JAXTrainer as JAXTrainer
+
+# The layer whose batch statistics `synchronized=True` makes global. Needed: `__init__`,
+# `_moments(inputs, mask)`, `_reduction_axes`.
+from keras.src.layers import BatchNormalization as BatchNormalization
+from keras.src.layers.layer import Layer as Layer
+
+# Where weighted losses are reduced. Needed: `reduce_values(values, sample_weight, reduction)` and
+# `apply_mask(sample_weight, mask, dtype, reduction)`, looked up in this module by their callers.
+from keras.src.losses import loss as loss_module
+
+# Optimizers. Needed: `apply(grads, trainable_variables)` and `stateless_apply(...)`, which every
+# optimizer goes through, and LossScaleOptimizer's own versions of both.
+from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
+
+# Source of the random numbers of layers. Needed: `next(ordered)`.
+from keras.src.random.seed_generator import SeedGenerator as SeedGenerator

@@ -1,0 +1,81 @@
+"""Gradients meet here: every Keras optimizer goes through `apply`, and so does every replica."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stratagem import _keras, context
+from stratagem.keras_bridge.hooks import replicated_trace, wrap
+from stratagem.step import effects, primitives
+
+
+def install() -> None:
+    """Attaches the bridge to Keras' optimizers."""
+    wrap(_keras.BaseOptimizer, "apply", _apply)
+    wrap(_keras.BaseOptimizer, "stateless_apply", _stateless_apply)
+    wrap(_keras.LossScaleOptimizer, "apply", _apply_scaled)
+    wrap(_keras.LossScaleOptimizer, "stateless_apply", _stateless_apply)
+
+
+def combine(grads: Sequence[Any], frame: context.Frame) -> list[Any]:
+    """The replicas' gradients as one: summed in `run` (as TF does), averaged by rows in `fit`.
+
+    It happens before unscaling, clipping and weight decay, so that all of those see the gradient
+    of the global batch, and an overflow on any replica is an overflow on all.
+    """
+    present = [g for g in grads if g is not None]
+    if frame.trace.rows.weight is None:
+        combined = primitives.all_reduce(present, ["sum"] * len(present), frame)
+    else:
+        combined = effects.average_rows(present, frame)
+    remaining = iter(combined)
+    return [None if g is None else next(remaining) for g in grads]
+
+
+@contextlib.contextmanager
+def _synchronized(frame: context.Frame) -> Iterator[None]:
+    """What the optimizer writes from here on comes from values that all replicas share."""
+    frame.trace.synchronized += 1
+    try:
+        yield
+    finally:
+        frame.trace.synchronized -= 1
+
+
+def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    frame = replicated_trace()
+    if frame is None or frame.trace.synchronized:
+        return original(self, grads, trainable_variables)
+    grads = combine(list(grads), frame)
+    with _synchronized(frame):
+        return original(self, grads, trainable_variables)
+
+
+def _stateless_apply(
+    original: Any, self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    frame = replicated_trace()
+    if frame is None or frame.trace.synchronized:
+        return original(self, optimizer_variables, grads, trainable_variables)
+    grads = combine(list(grads), frame)
+    with _synchronized(frame):
+        return original(self, optimizer_variables, grads, trainable_variables)
+
+
+def _apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Loss scaling in a custom loop: Keras' stateful form cannot branch in a traced step."""
+    frame = context.current()
+    if frame.trace is None:
+        return original(self, grads, trainable_variables)
+    if not self.built:
+        self.build(list(trainable_variables))
+    trainable, own = list(self._trainable_variables), list(self.variables)
+    new_trainable, new_own = self.stateless_apply(
+        [v.value for v in own], list(grads), [v.value for v in trainable]
+    )
+    with _synchronized(frame):
+        for variable, value in zip([*trainable, *own], [*new_trainable, *new_own], strict=True):
+            variable.assign(value)
+    return None

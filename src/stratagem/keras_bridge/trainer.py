@@ -1,0 +1,216 @@
+"""`fit`, `evaluate` and `predict`: Keras' own trainer, its step run on all replicas.
+
+Keras keeps the loop, the callbacks and the data; it asks `make_train_function` and its sisters for
+a function `(state, iterator) -> (results, state)`. Under a strategy that function is a compiled
+step of the strategy, traced from the model's own `train_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from stratagem import _keras, context, variables
+from stratagem.data import RebatchRule, split_rows
+from stratagem.data.placement import Placement
+from stratagem.data.split import row_slices
+from stratagem.errors import StrategyMismatchError
+from stratagem.keras_bridge.hooks import wrap
+from stratagem.step.execute import Fit
+from stratagem.values import PerReplica
+
+_log = logging.getLogger("stratagem")
+_ENTRY_POINTS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+
+def install() -> None:
+    """Attaches the bridge to Keras' JAX trainer."""
+    for name in _ENTRY_POINTS:
+        wrap(_keras.JAXTrainer, name, _in_scope)
+    wrap(_keras.JAXTrainer, "make_train_function", _make("train"))
+    wrap(_keras.JAXTrainer, "make_test_function", _make("test"))
+    wrap(_keras.JAXTrainer, "make_predict_function", _make("predict"))
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy that a model belongs to, or None for plain Keras.
+
+    A model built outside any scope belongs to the strategy that is current.
+
+    Raises:
+        StrategyMismatchError: the model's and optimizer's variables have several strategies, or
+            another one than the current.
+    """
+    found: dict[int, tuple[Any, Any]] = {}
+    optimizer = getattr(model, "optimizer", None)
+    for variable in [*model.variables, *(optimizer.variables if optimizer is not None else ())]:
+        where = variables.home(variable)
+        if where is not None:
+            found.setdefault(id(where.strategy), (where.strategy, variable))
+    if context.has_strategy():
+        current = context.get_strategy()
+        found.setdefault(id(current), (current, None))
+    if len(found) > 1:
+        lines = [
+            f"  {strategy!r}: " + ("the current scope" if v is None else f"variable {v.path!r}")
+            for strategy, v in found.values()
+        ]
+        raise StrategyMismatchError(
+            f"Expected model {model.name!r} and its optimizer in one strategy. Got "
+            f"{len(found)}:\n" + "\n".join(lines) + "\nBuild and compile the model in the scope of "
+            "the strategy that trains it, and reuse that strategy object."
+        )
+    return next(iter(found.values()))[0] if found else None
+
+
+def _in_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Variables that a model creates at its first batch belong to its strategy too."""
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    with strategy.scope():
+        return original(self, *args, **kwargs)
+
+
+def _make(kind: str) -> Any:
+    attribute = f"{kind}_function"
+
+    def make(original: Any, self: Any, force: bool = False) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, force=force)
+        if getattr(self, attribute) is not None and not force:
+            return None
+        if self.run_eagerly and strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"Expected run_eagerly=False for model {self.name!r} under {strategy!r}: its step "
+                "is one program for all replicas. Got run_eagerly=True. Debug with "
+                "stratagem.OneDeviceStrategy, or print with jax.debug.print."
+            )
+        step = ModelStep(self, strategy, kind)
+        function = self._make_function(step, concatenate_outputs=kind == "predict")
+        setattr(self, attribute, function)
+        return None
+
+    return make
+
+
+class ModelStep:
+    """One training, test or prediction step of a model, on all replicas.
+
+    Args:
+        model: a compiled Keras model.
+        strategy: its strategy.
+        kind: "train", "test" or "predict".
+    """
+
+    def __init__(self, model: Any, strategy: Any, kind: str):
+        self._model = model
+        self._strategy = strategy
+        self._kind = kind
+        self._placement = Placement(strategy.mesh)
+        self._groups = _state_groups(model, kind)
+        self._flat = [v for group in self._groups for v in group]
+        self._position = {id(v): i for i, v in enumerate(self._flat)}
+        self._said = False
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Keras' step interface: `(state, batch) -> (results, state)`, state as lists of arrays."""
+        rows = self._rows(batch)
+        fit = Fit(rows, rows_out=self._kind == "predict")
+        slices = row_slices(rows)
+        split = jax.tree.map(lambda leaf: self._placement.split(_array(leaf), slices), batch)
+        compiled, values = self._strategy.executor.prepare(self._step, (split,), {}, fit)
+        current = [self._strategy.place(v) for group in state for v in group]
+        results, written = compiled.apply(values, self._lookup(current))
+        for variable, value in written:
+            current[self._position[id(variable)]] = value
+        return self._collect(results), _regroup(current, self._groups)
+
+    def _lookup(self, current: list[Any]) -> Any:
+        position = self._position
+
+        def value(variable: Any) -> Any:
+            i = position.get(id(variable))
+            return variable._value if i is None else current[i]
+
+        return value
+
+    def _step(self, batch: Any) -> Any:
+        """What is traced: the model's own step, its state taken from and given to the program."""
+        scope = context.current().trace.scope
+        before = [[scope.local_value(v) for v in group] for group in self._groups]
+        results, after = getattr(self._model, f"{self._kind}_step")(tuple(before), batch)
+        if self._kind == "predict":  # gives back the non-trainable variables alone
+            after = (before[0], after)
+        for group, olds, news in zip(self._groups, before, after, strict=True):
+            for variable, old, new in zip(group, olds, news, strict=True):
+                if new is not old:
+                    scope.add_update((variable, new))
+        return results
+
+    def _rows(self, batch: Any) -> tuple[int, ...]:
+        """Rows that each replica gets of this batch."""
+        counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError(
+                "Expected a batch of tensors with the same number of rows, at least one. Got "
+                f"shapes {[np.shape(leaf) for leaf in jax.tree.leaves(batch)]}. Check the dataset."
+            )
+        (total,) = counts
+        rows = split_rows(total, self._strategy.num_replicas_in_sync, RebatchRule.CEIL)
+        if not self._said:
+            self._said = True
+            _log.info(
+                "%s: %d rows a step on %d replicas %s, %s rows each; %d variables, %d parameters "
+                "on each replica; gradients meet by %s",
+                self._kind,
+                total,
+                len(rows),
+                list(self._strategy.worker_devices),
+                "/".join(map(str, sorted(set(rows), reverse=True))),
+                len(self._flat),
+                sum(int(np.prod(v.shape)) for v in self._flat),
+                type(self._strategy.cross_device_ops).__name__,
+            )
+        return rows
+
+    def _collect(self, results: Any) -> Any:
+        """Predictions as whole arrays in row order."""
+        return jax.tree.map(
+            lambda leaf: np.concatenate([np.asarray(p) for p in leaf.values])
+            if isinstance(leaf, PerReplica)
+            else leaf,
+            results,
+            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+        )
+
+
+def _state_groups(model: Any, kind: str) -> list[list[Any]]:
+    """The variables behind the lists of Keras' JAX state, in its order."""
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if kind == "train":
+        groups.append(model.optimizer.variables)
+    if kind != "predict":
+        groups.append(model.metrics_variables)
+    return [list(group) for group in groups]
+
+
+def _regroup(flat: list[Any], groups: Iterable[list[Any]]) -> tuple[list[Any], ...]:
+    values = iter(flat)
+    return tuple([next(values) for _ in group] for group in groups)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)

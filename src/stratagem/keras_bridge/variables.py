@@ -1,0 +1,105 @@
+"""Keras variables meet the current strategy: at creation, at reads, and at each assign."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from stratagem import _keras, context, variables
+from stratagem.keras_bridge.hooks import wrap
+from stratagem.step import effects
+
+
+def install() -> None:
+    """Attaches the bridge to Keras' variable class and to Layer.add_weight."""
+    cls = _keras.JaxVariable
+    wrap(cls, "__init__", _create)
+    wrap(cls, "_direct_assign", _direct_assign)
+    wrap(cls, "assign", _assign)
+    wrap(cls, "assign_add", _assign_add)
+    wrap(cls, "assign_sub", _assign_sub)
+    wrap(_keras.Layer, "add_weight", _add_weight)
+    if "value" not in vars(cls):
+        _keras_value = cls.value
+        cls.value = property(lambda self: _read(_keras_value.fget, self), doc=_keras_value.__doc__)
+
+
+def _create(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    frame = context.current()
+    if frame.trace is None:
+        original(self, *args, **kwargs)
+    else:
+        with _outside_trace():
+            original(self, *args, **kwargs)
+    if context.has_strategy():
+        variables.check_declaration(self)
+        with _outside_trace() if frame.trace is not None else contextlib.nullcontext():
+            variables.adopt(self, frame.strategy, created=True)
+
+
+@contextlib.contextmanager
+def _outside_trace() -> Iterator[None]:
+    """A variable made while a step is traced gets its initial value at once, once."""
+    attribute = "stateless_scope"
+    scope = _keras.global_state.get_global_attribute(attribute)
+    _keras.global_state.set_global_attribute(attribute, None)
+    try:
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        _keras.global_state.set_global_attribute(attribute, scope)
+
+
+def _read(original: Any, self: Any) -> Any:
+    frame = context.current()
+    if frame.trace is not None:
+        scope = _keras.get_stateless_scope()
+        # Keras' own stateless scopes map only the state they were given; anything else that a
+        # step reads is an input of the program all the same.
+        if scope is not None and scope.get_current_value(self) is None:
+            return self._maybe_autocast(frame.trace.scope.get_current_value(self))
+    return original(self)
+
+
+def _direct_assign(original: Any, self: Any, value: Any) -> None:
+    where = variables.home(self)
+    if where is not None and not variables.is_on_read(self):
+        value = where.strategy.place(value)
+    original(self, value)
+
+
+def _assign(original: Any, self: Any, value: Any) -> Any:
+    if context.current().trace is None or not _keras.in_stateless_scope():
+        return original(self, value)
+    value = self._convert_to_tensor(value, dtype=self._dtype)
+    if tuple(value.shape) == tuple(self.shape):
+        value = effects.write(self, value)
+    return original(self, value)
+
+
+def _assign_add(original: Any, self: Any, value: Any) -> Any:
+    return _add(original, self, value, 1)
+
+
+def _assign_sub(original: Any, self: Any, value: Any) -> Any:
+    return _add(original, self, value, -1)
+
+
+def _add(original: Any, self: Any, value: Any, sign: int) -> Any:
+    if context.current().trace is None or not _keras.in_stateless_scope():
+        return original(self, value)
+    delta = self._convert_to_tensor(value, dtype=self._dtype)
+    combined = effects.add(self, delta)
+    if combined is None:
+        return original(self, value)
+    assign = _keras.JaxVariable.assign._stratagem_original
+    return assign(self, self.value + sign * combined)
+
+
+def _add_weight(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    variable = original(self, *args, **kwargs)
+    variables.mark_statistic(variable)
+    return variable

@@ -1,0 +1,380 @@
+"""Calls of a traced step: find or make its compiled program, feed it, keep what it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from stratagem import context, variables
+from stratagem.errors import UnevenShapesError
+from stratagem.step import effects, invariance, tape, uneven
+from stratagem.step.lower import boundary, evaluate
+from stratagem.step.trace import (
+    NO_ROWS,
+    Facts,
+    LocalValue,
+    Program,
+    RowClass,
+    Trace,
+    trace,
+)
+from stratagem.values import Mirrored, PerReplica, is_distributed
+
+_log = logging.getLogger("stratagem")
+_MANY_TRACES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """How one dynamic argument enters: `shapes[r]` on replica r, or the same array on all."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: Any
+    split: bool
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.shapes)) == 1
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        return tuple(max(sizes) for sizes in zip(*self.shapes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A step of a Keras model, instead of one of `run`.
+
+    Metrics enter and leave as their aggregate, gradients are averaged by rows, a replica without
+    rows does not run the step.
+
+    Attributes:
+        rows: rows that each replica holds, `[replicas]`.
+        rows_out: the step's results are rows (`predict`); else they are logs, averaged by rows
+            where they differ between replicas.
+    """
+
+    rows: tuple[int, ...]
+    rows_out: bool = False
+
+
+class Compiled:
+    """One compiled program and the variables it reads and writes."""
+
+    def __init__(self, strategy: Any, program: Program, function: Any, arguments: list[Argument],
+                 programs: list[Program], members: tuple[int, ...]):  # fmt: skip
+        self.program = program
+        self.function = function
+        self.arguments = arguments
+        self._strategy = strategy
+        self._given = [program.variables[i] for i in program.written]
+        written = set(program.written)
+        self._kept = [v for i, v in enumerate(program.variables) if i not in written]
+        split = strategy.num_replicas_in_sync > 1 and not program.aggregated
+        self._components = [split and variables.is_on_read(v) for v in self._given]
+        self._kept_components = [split and variables.is_on_read(v) for v in self._kept]
+        self._result_shapes = _result_shapes(programs, members)
+
+    def state(self) -> tuple[list[Any], list[Any]]:
+        """The values of the donated and of the other variables."""
+        given = [_value(v, c) for v, c in zip(self._given, self._components, strict=True)]
+        kept = [_value(v, c) for v, c in zip(self._kept, self._kept_components, strict=True)]
+        return _own(given), kept
+
+    def apply(
+        self, values: Sequence[Any], current: Callable[[Any], Any]
+    ) -> tuple[Any, list[tuple[Any, Any]]]:
+        """Runs one step on state that the caller keeps (`fit`); stores nothing.
+
+        Args:
+            values: the dynamic arguments.
+            current: gives a variable's value; those that the step writes are destroyed.
+
+        Returns:
+            The function's result, and the new values of the written variables.
+        """
+        given, kept = [current(v) for v in self._given], [current(v) for v in self._kept]
+        results, state = self.function(given, kept, self.pack(values))
+        return self.unpack(results), list(zip(self._given, state, strict=True))
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """Runs one step on the dynamic arguments and stores the variables' new values."""
+        given, kept = self.state()
+        results, state = self.function(given, kept, self.pack(values))
+        for variable, component, value in zip(self._given, self._components, state, strict=True):
+            if component:
+                variable.components = value
+            else:
+                variable._value = value
+        return self.unpack(results)
+
+    def pack(self, values: Sequence[Any]) -> list[Any]:
+        """Arguments in the layout of the program's boundary."""
+        return [
+            self._stack(value, argument) if argument.split else self._strategy.place(value)
+            for value, argument in zip(values, self.arguments, strict=True)
+        ]
+
+    def _stack(self, value: PerReplica, argument: Argument) -> Any:
+        if self._strategy.num_replicas_in_sync == 1:
+            return value.values[0]
+        if value.stacked is not None:
+            return value.stacked
+        parts = [np.asarray(part) for part in value.values]
+        stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
+        for row, part in zip(stacked, parts, strict=True):
+            row[tuple(slice(0, n) for n in part.shape)] = part
+        return self._strategy.place_stacked(stacked)
+
+    def unpack(self, results: Sequence[Any]) -> Any:
+        """The function's result, with PerReplica leaves where replicas may differ."""
+        leaves = []
+        position = 0
+        one = self._strategy.num_replicas_in_sync == 1
+        for kind, static in self.program.out_leaves:
+            if kind == "static":
+                leaves.append(static)
+                continue
+            value = results[position]
+            if kind == "local" and not one:
+                value = _per_replica(value, self._result_shapes[position])
+            leaves.append(value)
+            position += 1
+        return jax.tree.unflatten(self.program.out_tree, leaves)
+
+
+def _value(variable: Any, component: bool) -> Any:
+    return variable.components if component else variable._value
+
+
+def _own(values: list[Any]) -> list[Any]:
+    """Copies the values that someone else still holds: the program destroys what it is given."""
+    free = 4  # the variable, the list, the loop, and the argument of getrefcount
+    return [jnp.copy(v) if sys.getrefcount(v) > free else v for v in values]
+
+
+def _result_shapes(programs: list[Program], members: tuple[int, ...]) -> list[Any]:
+    """For each result, None when all replicas agree on its shape, else the shape of each."""
+    avals = [p.jaxpr.out_avals[: p.num_outputs] for p in programs]
+    shapes = []
+    for per_class in zip(*avals, strict=True):
+        sizes = [tuple(a.shape) for a in per_class]
+        if NO_ROWS in members:
+            sizes.append((0, *sizes[0][1:]) if sizes[0] else ())
+        each = [sizes[m] for m in members]
+        shapes.append(None if len(set(each)) == 1 else each)
+    return shapes
+
+
+def _per_replica(stacked: Any, shapes: Any) -> PerReplica:
+    whole = PerReplica.from_stacked(stacked)
+    if shapes is None:
+        return whole
+    cut = [
+        part[tuple(slice(0, n) for n in shape)]
+        for part, shape in zip(whole.values, shapes, strict=True)
+    ]
+    return PerReplica(cut)
+
+
+class Executor:
+    """Compiles and runs the steps of one strategy.
+
+    Args:
+        strategy: owner.
+        replica: makes the replica context in which `run` calls the user's function; None for
+            functions in cross-replica context (`stratagem.function`).
+    """
+
+    def __init__(self, strategy: Any, replica: Any):
+        self._strategy = strategy
+        self.replica = replica
+        self._cache: dict[Any, Compiled] = {}
+        self._touched: dict[Any, dict[int, Any]] = {}  # variables that each step touches
+        self._traces: dict[Any, int] = {}
+
+    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs `fn` as one compiled program; traces it at the first call with new shapes."""
+        compiled, values = self.prepare(fn, args, kwargs)
+        return compiled(values)
+
+    def prepare(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, fit: Fit | None = None
+    ) -> tuple[Compiled, list[Any]]:
+        """The compiled program for a call, and the call's dynamic arguments.
+
+        Args:
+            fn: the step.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            fit: how the step of a Keras model differs from one of `run`.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+        values: list[Any] = []
+        described = []
+        for leaf in leaves:
+            what = _describe(leaf)
+            described.append(what)
+            if isinstance(what, Argument):
+                values.append(leaf)
+        key = (fn, tree, tuple(map(_key, described)), fit)
+        compiled = self._cache.get(key)
+        if compiled is None:
+            compiled = self._compile(fn, tree, described, fit)
+            self._cache[key] = compiled
+        return compiled, values
+
+    def _compile(self, fn: Any, tree: Any, described: list[Any], fit: Fit | None) -> Compiled:
+        self._count_trace(fn)
+        strategy = self._strategy
+        arguments = [d for d in described if isinstance(d, Argument)]
+        rows = None if fit is None else fit.rows
+        members, representatives = _row_classes(arguments, strategy.num_replicas_in_sync, rows)
+        classes = [
+            (
+                RowClass(i, members, None if rows is None else rows[r] / sum(rows)),
+                [jax.ShapeDtypeStruct(a.shapes[r if a.split else 0], a.dtype) for a in arguments],
+            )
+            for i, r in enumerate(representatives)
+        ]
+        frame = context.Frame(strategy, replica=self.replica)
+        split = [a.split for a in arguments]
+
+        def call(*values: Any) -> Any:
+            remaining = iter(values)
+            leaves = [next(remaining) if isinstance(d, Argument) else d for d in described]
+            args, kwargs = jax.tree.unflatten(
+                tree, [_as_local(v, d, self.replica) for v, d in zip(leaves, described)]
+            )
+            return fn(*args, **kwargs)
+
+        def finish(program: Program, facts: Facts) -> Program:
+            if facts.dirty:
+                return program
+            program = tape.resolve(program, facts)
+            if fit is not None:
+                _close(program, frame, split, fit)
+            return program
+
+        facts = Facts(dict(self._touched.get(fn, {})))
+        programs = trace(call, strategy, frame, classes, facts, finish)
+        self._touched[fn] = facts.variables
+        first = programs[0]
+        variables.adopt_all(first.variables, strategy)
+        inputs = invariance.input_state(first, split)
+        mesh = strategy.mesh if strategy.num_replicas_in_sync > 1 else None
+        if len(programs) == 1 and NO_ROWS not in members:
+            if mesh is not None:
+                first.jaxpr = invariance.simplify(first.jaxpr, inputs)
+                invariance.check(first, inputs)
+            run: Any = lambda values: evaluate(first.jaxpr, values)  # noqa: E731
+        else:
+            run = uneven.merge(programs, members, inputs)
+        function = boundary(first, run, mesh, split)
+        return Compiled(strategy, first, function, arguments, programs, members)
+
+    def _count_trace(self, fn: Any) -> None:
+        code = getattr(fn, "__code__", fn)
+        self._traces[code] = count = self._traces.get(code, 0) + 1
+        if count == _MANY_TRACES:
+            _log.warning(
+                "%r has been traced %d times: each new function object, shape or Python argument "
+                "makes a new program. Define the step once, outside the loop, and pass changing "
+                "numbers as tensors.",
+                getattr(fn, "__qualname__", fn),
+                count,
+            )
+
+
+def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit) -> None:
+    """Combines a fit step's metrics, and its results unless they are rows."""
+    if frame.strategy.num_replicas_in_sync == 1:
+        return
+    outs = program.jaxpr.jaxpr.outvars
+    accumulators = [
+        (program.variables[i], out)
+        for i, out in zip(program.written, outs[program.num_outputs :], strict=True)
+        if variables.is_on_read(program.variables[i])
+    ]
+    frame = dataclasses.replace(frame, trace=Trace(frame.strategy, Facts(), program.rows))
+    program.jaxpr = effects.close(program.jaxpr, accumulators, frame)
+    kind = "rows" if fit.rows_out and program.rows.even else "local" if fit.rows_out else "shared"
+    program.out_leaves = [(kind if k == "local" else k, v) for k, v in program.out_leaves]
+    if not fit.rows_out:
+        vary = invariance.varying(program.jaxpr.jaxpr, invariance.input_state(program, split))
+        program.jaxpr = effects.average_outputs(program.jaxpr, program.num_outputs, vary, frame)
+
+
+def _row_classes(
+    arguments: list[Argument], replicas: int, weights: Any
+) -> tuple[tuple[int, ...], list[int]]:
+    """Class of each replica, and for each class a replica that represents it."""
+    seen: dict[Any, int] = {}
+    members = []
+    representatives: list[int] = []
+    for r in range(replicas):
+        shapes = tuple(a.shapes[r] for a in arguments if a.split)
+        if weights is not None and weights[r] == 0:
+            members.append(NO_ROWS)
+            continue
+        if shapes not in seen:
+            seen[shapes] = len(representatives)
+            representatives.append(r)
+        members.append(seen[shapes])
+    return tuple(members), representatives
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_distributed(value) or isinstance(value, keras.Variable)
+
+
+def _describe(leaf: Any) -> Any:
+    """An Argument for what the program takes as input; the leaf itself for what it knows."""
+    if isinstance(leaf, PerReplica):
+        stacked = leaf.stacked
+        if stacked is not None:
+            return Argument((stacked.shape[1:],) * stacked.shape[0], stacked.dtype, True)
+        return _describe_parts(leaf)
+    if isinstance(leaf, Mirrored):
+        return Argument((np.shape(leaf.value),), jnp.asarray(leaf.value).dtype, False)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return Argument((leaf.shape,), jax.dtypes.canonicalize_dtype(leaf.dtype), False)
+    return leaf
+
+
+def _describe_parts(leaf: PerReplica) -> Argument:
+    parts = leaf.values
+    shapes = tuple(tuple(np.shape(p)) for p in parts)
+    dtypes = {jax.dtypes.canonicalize_dtype(np.result_type(p)) for p in parts}
+    if len({len(s) for s in shapes}) > 1 or len(dtypes) > 1:
+        raise UnevenShapesError(
+            "Expected parts of one rank and dtype on all replicas. Got "
+            + ", ".join(f"replica {i}: {s} {np.result_type(p)}"
+                        for i, (s, p) in enumerate(zip(shapes, parts, strict=True)))
+            + ". Make every replica's part with the same function."
+        )  # fmt: skip
+    return Argument(shapes, dtypes.pop(), True)
+
+
+def _key(described: Any) -> Any:
+    try:
+        hash(described)
+    except TypeError:
+        return ("object", id(described))
+    # True == 1 == 1.0, but they make different programs.
+    return described if isinstance(described, Argument) else (type(described), described)
+
+
+def _as_local(value: Any, described: Any, replica: Any) -> Any:
+    """In a cross-replica function a PerReplica argument stays one; a replica sees its part."""
+    if isinstance(described, Argument) and described.split and replica is None:
+        return LocalValue(value)
+    return value

@@ -1,0 +1,56 @@
+"""Stage 5, law 3: one collective for everything that can travel together.
+
+Each value has a level: how many collectives it must wait for. All all-reduces whose operands are
+of one level become a single fused one, so a training step whose gradients, metrics and statistics
+come from one forward and backward pass needs one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from stratagem.step import primitives
+
+COLLECTIVES = (primitives.all_reduce_p, primitives.all_gather_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Equations that need no further collective, then the collectives that wait for them."""
+
+    eqns: list[JaxprEqn]
+    reduces: list[JaxprEqn]
+    gathers: list[JaxprEqn]
+
+
+def schedule(jaxpr: Any) -> list[Level]:
+    """The live equations of an (open) jaxpr by level; the last level has no collectives."""
+    level_of: dict[Any, int] = {}
+    levels: list[Level] = [Level([], [], [])]
+    for eqn in live(jaxpr):
+        level = max((level_of.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
+        current = levels[level]
+        if eqn.primitive in COLLECTIVES:
+            reduce = eqn.primitive is primitives.all_reduce_p
+            (current.reduces if reduce else current.gathers).append(eqn)
+            level += 1
+            if level == len(levels):
+                levels.append(Level([], [], []))
+        else:
+            current.eqns.append(eqn)
+        level_of.update(dict.fromkeys(eqn.outvars, level))
+    return levels
+
+
+def live(jaxpr: Any) -> list[JaxprEqn]:
+    """The equations that an output or an effect needs, in order."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return kept[::-1]

@@ -1,0 +1,126 @@
+"""Stage 6: a program becomes one `jax.jit(jax.shard_map(...))`, with the state donated.
+
+`evaluate` is where the traced equations run: JAX's own as they are, ours as calls into the
+collectives room. Each all-reduce of a level goes there as one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from stratagem import variables
+from stratagem.step import primitives
+from stratagem.step.fuse import Level, schedule
+from stratagem.step.program import bind, read_all, write_all
+from stratagem.step.trace import Program
+
+
+def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Runs one replica's program, inside `shard_map` (or on one device without collectives)."""
+    env: dict[Any, Any] = {}
+    write_all(env, closed.jaxpr.constvars, closed.consts)
+    write_all(env, closed.jaxpr.invars, inputs)
+    for level in schedule(closed.jaxpr):
+        for eqn in level.eqns:
+            write_all(env, eqn.outvars, perform(eqn, read_all(env, eqn.invars)))
+        communicate(level, env)
+    return read_all(env, closed.jaxpr.outvars)
+
+
+def perform(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """One equation that is not a collective."""
+    if eqn.primitive is primitives.mark_p:
+        return list(values)
+    if eqn.primitive is primitives.replica_id_p:
+        return [jax.lax.axis_index(primitives.AXIS)]
+    if eqn.primitive is primitives.tape_start_p:
+        return [jnp.zeros((), jnp.int32)]
+    return bind(eqn, values)
+
+
+def communicate(level: Level, env: dict[Any, Any]) -> None:
+    """The collectives of a level: one fused all-reduce, and its gathers."""
+    if level.reduces:
+        operands = [v for eqn in level.reduces for v in read_all(env, eqn.invars)]
+        ops = tuple(op for eqn in level.reduces for op in eqn.params["ops"])
+        first = level.reduces[0].params
+        totals = primitives.run_all_reduce(
+            *operands, ops=ops, via=first["via"], replicas=first["replicas"]
+        )
+        write_all(env, [v for eqn in level.reduces for v in eqn.outvars], totals)
+    for eqn in level.gathers:
+        (value,) = read_all(env, eqn.invars)
+        env[eqn.outvars[0]] = primitives.run_all_gather(value, **eqn.params)
+
+
+def state_spec(program: Program, variable: Any) -> PartitionSpec:
+    """Layout of a variable at the program's boundary: components are split, others replicated."""
+    split = variables.is_on_read(variable) and not program.aggregated
+    return PartitionSpec(primitives.AXIS) if split else PartitionSpec()
+
+
+def boundary(
+    program: Program, run: Any, mesh: jax.sharding.Mesh | None, split: Sequence[bool]
+) -> Any:
+    """The jitted function `(donated, kept, arguments) -> (outputs, new state)` of a program.
+
+    Args:
+        program: gives the layout of state and results.
+        run: `(inputs) -> outputs` on one replica; inputs and outputs as in `program.jaxpr`.
+        mesh: over the replicas, or None for one device.
+        split: for each argument, whether it is stacked `[replicas, ...]` (else replicated).
+    """
+    donated = [i in program.written for i in range(len(program.variables))]
+    if mesh is None:
+
+        def one(given: list[Any], kept: list[Any], arguments: list[Any]) -> Any:
+            outs = run([*_weave(donated, given, kept), *arguments])
+            return outs[: program.num_outputs], outs[program.num_outputs :]
+
+        return jax.jit(one, donate_argnums=0)
+
+    stacked, same = PartitionSpec(primitives.AXIS), PartitionSpec()
+    specs = [state_spec(program, v) for v in program.variables]
+    in_specs = (
+        [s for s, d in zip(specs, donated, strict=True) if d],
+        [s for s, d in zip(specs, donated, strict=True) if not d],
+        [stacked if s else same for s in split],
+    )
+    kinds = [kind for kind, _ in program.out_leaves if kind != "static"]
+    out_specs = (
+        [same if kind == "shared" else stacked for kind in kinds],
+        [specs[i] for i in program.written],
+    )
+    new_axis = (
+        [kind == "local" for kind in kinds],  # "rows" already have the axis that is split
+        [spec == stacked for spec in out_specs[1]],
+    )
+
+    def replica(given: list[Any], kept: list[Any], arguments: list[Any]) -> Any:
+        given, kept, arguments = (
+            [v[0] if spec == stacked else v for v, spec in zip(vs, ss, strict=True)]
+            for vs, ss in zip((given, kept, arguments), in_specs, strict=True)
+        )
+        outs = run([*_weave(donated, given, kept), *arguments])
+        results, state = outs[: program.num_outputs], outs[program.num_outputs :]
+        return tuple(
+            [jnp.asarray(v)[None] if new else v for v, new in zip(vs, axes, strict=True)]
+            for vs, axes in zip((results, state), new_axis, strict=True)
+        )
+
+    sharded = jax.shard_map(
+        replica, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(sharded, donate_argnums=0)
+
+
+def _weave(donated: Sequence[bool], given: list[Any], kept: list[Any]) -> list[Any]:
+    """Puts the donated and the kept variables back into the program's order."""
+    given_iter, kept_iter = iter(given), iter(kept)
+    return [next(given_iter) if d else next(kept_iter) for d in donated]

@@ -1,0 +1,208 @@
+"""The few operations that a traced step knows beyond JAX's own, and how they differentiate.
+
+They are bound while a step is traced, outside any mesh. `step/lower.py` gives the top-level ones
+their meaning, each a call into the collectives room; the lowering rules here serve those that sit
+inside a loop or a branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+AXIS = "replica"  # the one mesh axis of a synchronous program
+
+# Identity that gives a value a name in the program: a watched variable, a metric's new value.
+mark_p = Primitive("mark")
+# This replica's id, int32 scalar.
+replica_id_p = Primitive("replica_id")
+# Combines each operand over the replicas; ops[i] is "sum", "mean" or "first" (replica 0's value).
+all_reduce_p = Primitive("all_reduce")
+all_reduce_p.multiple_results = True
+# Concatenates the replicas' operands along axis 0; sizes[r] is what replica r contributes.
+all_gather_p = Primitive("all_gather")
+# Where a tape began, and where its gradient was asked for; step/tape.py takes both out.
+tape_start_p = Primitive("tape_start")
+gradient_p = Primitive("gradient")
+gradient_p.multiple_results = True
+
+
+def all_reduce(values: list[Any], ops: list[str], frame: Any) -> list[Any]:
+    """Binds one all-reduce of several arrays for the strategy of `frame`."""
+    strategy = frame.strategy
+    if not values or strategy.num_replicas_in_sync == 1:
+        return list(values)
+    return all_reduce_p.bind(
+        *values,
+        ops=tuple(ops),
+        via=strategy.cross_device_ops,
+        replicas=strategy.num_replicas_in_sync,
+        weight=cotangent_weight(frame),
+    )
+
+
+def cotangent_weight(frame: Any) -> float | None:
+    """How a replica's loss counts in an uneven `fit` step: its share of the rows.
+
+    There the loss of the batch is the sum over replicas of `weight * loss`, and gradients are
+    weighted at the end; what flows back through a collective comes from the other replicas and
+    must be weighted by their shares, not by the receiver's.
+    """
+    rows = frame.trace.rows
+    return None if rows.even else rows.weight
+
+
+def run_all_reduce(
+    *values: Any, ops: tuple[str, ...], via: Any, replicas: int, weight: float | None = None
+) -> list[Any]:
+    """What an all-reduce does inside the compiled program."""
+    del weight  # concerns the gradient alone
+    first = jax.lax.axis_index(AXIS) == 0
+    sent = [
+        jnp.where(first, v, jnp.zeros_like(v)) if op == "first" else v
+        for v, op in zip(values, ops, strict=True)
+    ]
+    sums = via.all_reduce(sent, AXIS, replicas)
+    return [divide(s, replicas) if op == "mean" else s for s, op in zip(sums, ops, strict=True)]
+
+
+def divide(total: jax.Array, count: Any) -> jax.Array:
+    """`total / count` in total's dtype; integers become float32 (TF: float64)."""
+    if jnp.issubdtype(total.dtype, jnp.inexact):
+        return total / jnp.asarray(count, total.dtype)
+    return total.astype(jnp.float32) / jnp.asarray(count, jnp.float32)
+
+
+def run_all_gather(
+    value: Any, *, sizes: tuple[int, ...], via: Any, weight: float | None = None
+) -> Any:
+    """What an all-gather does inside the compiled program: pad, gather, cut, join."""
+    del weight
+    largest = max(sizes)
+    padding = [(0, largest - value.shape[0])] + [(0, 0)] * (value.ndim - 1)
+    stacked = via.all_gather(jnp.pad(value, padding), AXIS, len(sizes))
+    return jnp.concatenate([stacked[r, :size] for r, size in enumerate(sizes)])
+
+
+def _mean_dtype(aval: Any, op: str) -> Any:
+    if op == "mean" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.dtype("float32")
+    return aval.dtype
+
+
+@all_reduce_p.def_abstract_eval
+def _all_reduce_abstract(*avals: Any, ops: tuple[str, ...], **_: Any) -> list[Any]:
+    return [
+        jax.core.ShapedArray(a.shape, _mean_dtype(a, op)) for a, op in zip(avals, ops, strict=True)
+    ]
+
+
+@all_gather_p.def_abstract_eval
+def _all_gather_abstract(aval: Any, *, sizes: tuple[int, ...], **_: Any) -> Any:
+    return jax.core.ShapedArray((sum(sizes), *aval.shape[1:]), aval.dtype)
+
+
+@mark_p.def_abstract_eval
+def _mark_abstract(aval: Any, **_: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+@replica_id_p.def_abstract_eval
+def _replica_id_abstract() -> Any:
+    return jax.core.ShapedArray((), jnp.dtype("int32"))
+
+
+@tape_start_p.def_abstract_eval
+def _tape_start_abstract(**_: Any) -> Any:
+    return jax.core.ShapedArray((), jnp.dtype("int32"))
+
+
+@gradient_p.def_abstract_eval
+def _gradient_abstract(*avals: Any, targets: int, sources: int, **_: Any) -> list[Any]:
+    return [
+        jax.core.ShapedArray(a.shape, a.dtype) for a in avals[1 + targets : 1 + targets + sources]
+    ]
+
+
+def _all_reduce_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    outs = all_reduce_p.bind(*primals, **params)
+    live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    out_tangents = [ad.Zero(jax.typeof(o).to_tangent_aval()) for o in outs]
+    if live:
+        ops = tuple(params["ops"][i] for i in live)
+        reduced = all_reduce_p.bind(*(tangents[i] for i in live), **{**params, "ops": ops})
+        for i, tangent in zip(live, reduced, strict=True):
+            out_tangents[i] = tangent
+    return outs, out_tangents
+
+
+def _all_reduce_transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+    # The gradient of an all-reduce is the same all-reduce of the gradient (of "first": the sum,
+    # given to replica 0 alone).
+    live = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    grads: list[Any] = [None] * len(operands)
+    if live:
+        ops = tuple("sum" if params["ops"][i] == "first" else params["ops"][i] for i in live)
+        reduced = _reduce_cotangents([cotangents[i] for i in live], {**params, "ops": ops})
+        for i, grad in zip(live, reduced, strict=True):
+            if params["ops"][i] == "first":
+                grad = jnp.where(replica_id_p.bind() == 0, grad, jnp.zeros_like(grad))
+            grads[i] = grad
+    return grads
+
+
+def _reduce_cotangents(cotangents: list[Any], params: dict[str, Any]) -> list[Any]:
+    weight = params["weight"]
+    if weight is None:
+        return all_reduce_p.bind(*cotangents, **params)
+    weights = [jnp.asarray(weight, c.dtype) for c in cotangents]
+    scaled = [c * w for c, w in zip(cotangents, weights, strict=True)]
+    reduced = all_reduce_p.bind(*scaled, **params)
+    return [r / w for r, w in zip(reduced, weights, strict=True)]
+
+
+def _all_reduce_batch(args: Any, dims: Any, **params: Any) -> Any:
+    return all_reduce_p.bind(*args, **params), dims
+
+
+def _all_gather_transpose(
+    cotangent: Any, operand: Any, *, sizes: tuple[int, ...], via: Any, weight: float | None
+) -> Any:
+    # TF: sum the upstream gradients of all replicas, then take the replica's own rows.
+    if type(cotangent) is ad.Zero:
+        return [None]
+    params = {"ops": ("sum",), "via": via, "replicas": len(sizes), "weight": weight}
+    (total,) = _reduce_cotangents([cotangent], params)
+    starts = jnp.asarray(np.cumsum((0, *sizes[:-1])), jnp.int32)[replica_id_p.bind()]
+    # dynamic_slice would move the window back where it passes the end; padding forbids that.
+    padded = jnp.pad(total, [(0, max(sizes))] + [(0, 0)] * (total.ndim - 1))
+    rows = operand.aval.shape[0]
+    return [jax.lax.dynamic_slice_in_dim(padded, starts, rows, axis=0)]
+
+
+ad.primitive_jvps[all_reduce_p] = _all_reduce_jvp
+ad.primitive_transposes[all_reduce_p] = _all_reduce_transpose
+batching.primitive_batchers[all_reduce_p] = _all_reduce_batch
+ad.deflinear2(all_gather_p, _all_gather_transpose)
+mlir.register_lowering(all_reduce_p, mlir.lower_fun(run_all_reduce, multiple_results=True))
+mlir.register_lowering(all_gather_p, mlir.lower_fun(run_all_gather, multiple_results=False))
+mlir.register_lowering(
+    replica_id_p, mlir.lower_fun(lambda: jax.lax.axis_index(AXIS), multiple_results=False)
+)
+
+
+def _mark_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return mark_p.bind(*primals, **params), tangents[0]
+
+
+ad.primitive_jvps[mark_p] = _mark_jvp
+batching.primitive_batchers[mark_p] = lambda args, dims, **params: (
+    mark_p.bind(*args, **params),
+    dims[0],
+)
+mlir.register_lowering(mark_p, mlir.lower_fun(lambda x, **_: x, multiple_results=False))

@@ -1,0 +1,32 @@
+"""How the stages read and re-emit the equations of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+
+def read(env: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable or a literal of a jaxpr."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def read_all(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """The values of several."""
+    return [read(env, atom) for atom in atoms]
+
+
+def write_all(env: dict[Any, Any], binders: Sequence[Any], values: Sequence[Any]) -> None:
+    """Names the results of an equation."""
+    for binder, value in zip(binders, values, strict=True):
+        env[binder] = value
+
+
+def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Performs one equation on values, under whatever trace is current."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]

@@ -1,0 +1,348 @@
+"""Strategy: what all synchronous strategies share. Read it before the others.
+
+A strategy answers three questions about a traced step: where variables live (`place`), how
+updates meet (`cross_device_ops`), and who runs it (`mesh`). Everything else is here, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stratagem import config, context, data, variables
+from stratagem.collectives import CrossDeviceOps, NcclAllReduce
+from stratagem.errors import ReplicaDependentWriteError
+from stratagem.step.execute import Executor
+from stratagem.step.primitives import AXIS
+from stratagem.step.replica import ReplicaContext
+from stratagem.step.trace import LocalValue
+from stratagem.strategies.reductions import gather_leaf, reduce_leaf
+from stratagem.values import Mirrored, PerReplica, ReduceOp, is_distributed, map_leaves
+
+
+class Strategy:
+    """Distributes the steps of a program over replicas. Create one of its subclasses.
+
+    Args:
+        devices: one device a replica.
+        cross_device_ops: how the replicas' values combine.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+    ):
+        config.ensure_safe_cpu_pool(devices)
+        self._devices = tuple(devices)
+        self._made_at = variables.user_line()
+        ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
+        self.cross_device_ops = ops.placed_on(self._devices)
+        self.mesh = Mesh(np.asarray(self._devices), (AXIS,))
+        self._one = len(self._devices) == 1
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._split = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._run = Executor(self, self._replica_context())
+        self._call = Executor(self, None)
+
+    @property
+    def executor(self) -> Executor:
+        """Compiles and runs this strategy's replica functions."""
+        return self._run
+
+    def _replica_context(self) -> ReplicaContext:
+        return ReplicaContext(self)
+
+    # Where values live.
+
+    def place(self, value: Any) -> jax.Array:
+        """Lays a value out where mirrored variables live: on every replica's device."""
+        if isinstance(value, jax.Array) and value.sharding == self._replicated:
+            return value
+        target = self._devices[0] if self._one else self._replicated
+        return jax.device_put(_canonical(value), target)
+
+    def place_stacked(self, stacked: Any) -> jax.Array:
+        """Lays `[replicas, ...]` out with one row on each replica's device."""
+        return jax.device_put(_canonical(stacked), self._split)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part in each step."""
+        return len(self._devices)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Names of the devices that compute."""
+        return tuple(config.device_name(d) for d in self._devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Names of the devices that hold variables."""
+        return self.worker_devices
+
+    @property
+    def extended(self) -> Strategy:
+        """The strategy itself: it has no second object."""
+        return self
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: the strategy runs in one process."""
+        return None
+
+    # Contexts.
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this strategy current: variables created in the body are its variables.
+
+        Raises:
+            RuntimeError: inside another strategy's scope, or inside a replica function.
+        """
+        self._check_may_enter("scope")
+        with context.entered(context.Frame(self)):
+            yield self
+
+    def _check_may_enter(self, what: str) -> None:
+        frame = context.current()
+        if frame.replica is not None and context.has_strategy():
+            raise RuntimeError(
+                f"Expected {what} of {self!r} in cross-replica context. Got a call inside a "
+                f"replica function of {frame.strategy!r}. Use "
+                "get_replica_context().merge_call(fn) to leave the replica context."
+            )
+        if context.has_strategy() and frame.strategy is not self:
+            raise RuntimeError(
+                f"Expected no other strategy to be current when entering {what} of {self!r}. Got "
+                f"{frame.strategy!r}. Leave its scope first; one program has one strategy."
+            )
+
+    # Steps.
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:  # fmt: skip
+        """Calls `fn` on every replica, in step, as one compiled program.
+
+        `fn` is traced once for each set of argument shapes; its Python code does not run again.
+
+        Args:
+            fn: ordinary Python over tensors and Keras variables.
+            args: PerReplica and Mirrored leaves are replaced by the replica's own part; arrays
+                go to all replicas; anything else is a constant of the program.
+            kwargs: likewise.
+            options: accepted for TF's sake (it concerns TPUs).
+
+        Returns:
+            fn's result, its tensors as PerReplica values (bare tensors with one replica), Python
+            objects as they are.
+
+        Raises:
+            ReplicaDependentWriteError: a mirrored variable would differ between replicas.
+            ReplicaBranchError: Python code branched on a tensor.
+        """
+        del options
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(
+                f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
+            )
+        trace = context.current().trace
+        self._check_may_enter("run")
+        if trace is not None:
+            return self._run_traced(fn, args, kwargs or {})
+        return self._run(fn, tuple(args), kwargs or {})
+
+    def _run_traced(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """`run` inside `stratagem.function` or `merge_call`: part of the same program."""
+        frame = context.current()
+        args, kwargs = map_leaves(_local_part, (tuple(args), kwargs))
+        inner = context.Frame(self, self._run.replica, frame.trace)
+        with context.entered(inner):
+            result = fn(*args, **kwargs)
+        return map_leaves(lambda x: LocalValue(x) if isinstance(x, jax.Array) else x, result)
+
+    def lower(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> jax.stages.Lowered:
+        """The program that `run(fn, args, kwargs)` would run, not run: to read or to count."""
+        self._check_may_enter("lower")
+        compiled, values = self._run.prepare(fn, tuple(args), kwargs or {})
+        given, kept = compiled.state()
+        return compiled.function.lower(given, kept, compiled.pack(values))
+
+    def call_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a cross-replica function as one compiled program (`stratagem.function`)."""
+        return self._call(fn, tuple(args), kwargs)
+
+    # Values.
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+        """Reduces a value over the replicas. Cross-replica context.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            value: structure of PerReplica values, as `run` returns them.
+            axis: None combines the parts element by element; an axis (or several) is reduced in
+                each part too. MEAN then weights by elements, not by replicas, so that uneven and
+                empty parts count for what they hold.
+
+        Returns:
+            The structure with tensors. MEAN of integers is float32 (TF: float64).
+        """
+        op = ReduceOp.from_value(reduce_op)
+        self._check_may_enter("reduce")
+        return map_leaves(lambda leaf: reduce_leaf(self, op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the parts of a PerReplica value along `axis`. Cross-replica context."""
+        self._check_may_enter("gather")
+        return map_leaves(lambda leaf: gather_leaf(self, leaf, axis), value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """A tuple with each local replica's part of a structure; `(value,)` for a plain one."""
+        leaves, tree = jax.tree.flatten(value, is_leaf=is_distributed)
+        if not any(is_distributed(leaf) for leaf in leaves):
+            return (value,)
+        return tuple(
+            jax.tree.unflatten(
+                tree, [leaf.values[r] if is_distributed(leaf) else leaf for leaf in leaves]
+            )
+            for r in range(self.num_replicas_in_sync)
+        )
+
+    # Data.
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits each global batch of a dataset among the replicas. See stratagem.data."""
+        return data.distribute_dataset(dataset, mesh=self.mesh, options=options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Deals the per-replica batches of `dataset_fn(InputContext)` to the replicas."""
+        return data.distribute_from_function(dataset_fn, mesh=self.mesh, options=options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        """A PerReplica of `value_fn(ValueContext)` for each replica."""
+        return data.values_from_function(value_fn, self.num_replicas_in_sync)
+
+    # What TF keeps in `extended`.
+
+    def variable_created_in_scope(self, variable: Any) -> bool:
+        """True when the variable belongs to this strategy."""
+        where = variables.home(variable)
+        return where is not None and where.strategy is self
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:  # fmt: skip
+        """Calls `fn(var, *args)` to change a variable alike on all replicas.
+
+        Args:
+            var: a variable of this strategy.
+            fn: changes it.
+            args: Mirrored values, or PerReplica values whose parts are equal.
+            kwargs: likewise.
+            group: True returns one Mirrored result, False one result a replica.
+
+        Raises:
+            ReplicaDependentWriteError: the parts of an argument differ.
+        """
+        args, kwargs = map_leaves(lambda x: _same_part(x, var), (tuple(args), dict(kwargs or {})))
+        trace = context.current().trace
+        if trace is None:
+            result = fn(var, *args, **kwargs)
+        else:
+            trace.synchronized += 1
+            try:
+                result = fn(var, *args, **kwargs)
+            finally:
+                trace.synchronized -= 1
+            return result
+        parts = (result,) * self.num_replicas_in_sync
+        return Mirrored(parts) if group and not self._one else parts if not group else result
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """Reduces a PerReplica value to where `destinations` lives.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            value: PerReplica.
+            destinations: a variable or distributed value (gives a Mirrored result) or a device
+                string (gives a tensor).
+            options: accepted for TF's sake.
+        """
+        del options
+        total = self.reduce(reduce_op, value, axis=None)
+        if context.current().trace is not None or self._one:
+            return total
+        if isinstance(destinations, str):
+            return jax.device_put(total, config.resolve_device(destinations))
+        return Mirrored((total,) * self.num_replicas_in_sync)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:  # fmt: skip
+        """`reduce_to` for several `(value, destinations)` pairs."""
+        return [self.reduce_to(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            f"Expected one object for each strategy. Got copy.copy({self!r}), whose copy would "
+            "not own the variables. Pass the strategy itself."
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.worker_devices)
+        return f"<{type(self).__name__} on [{names}] made at {self._made_at}>"
+
+
+def _canonical(value: Any) -> Any:
+    """Python and NumPy values in the dtype that JAX keeps without x64."""
+    if isinstance(value, jax.Array):
+        return value
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _local_part(leaf: Any) -> Any:
+    if isinstance(leaf, LocalValue):
+        return leaf.local
+    if isinstance(leaf, Mirrored):
+        return leaf.value
+    if isinstance(leaf, PerReplica):
+        raise ValueError(
+            "Expected PerReplica values among the arguments of the traced function. Got one that "
+            "the function captured from outside. Pass it as an argument."
+        )
+    return leaf
+
+
+def _same_part(leaf: Any, var: Any) -> Any:
+    if isinstance(leaf, LocalValue):
+        return leaf.local
+    if isinstance(leaf, Mirrored):
+        return leaf.value
+    if isinstance(leaf, PerReplica):
+        first, *rest = (np.asarray(v) for v in leaf.values)
+        if any(not np.array_equal(first, other, equal_nan=True) for other in rest):
+            raise ReplicaDependentWriteError(
+                f"Expected the same value on all replicas to update {variables.describe(var)}. "
+                f"Got {leaf!r}. Reduce it first: strategy.reduce('SUM', value, axis=None)."
+            )
+        return jnp.asarray(first)
+    return leaf

@@ -1,0 +1,210 @@
+"""Values that differ (PerReplica) or agree (Mirrored) between replicas, and how they reduce."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas combine into one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def from_value(cls, value: ReduceOp | str) -> ReduceOp:
+        """Returns the member for a member or its name in any case, as TF accepts both."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(
+            f"Expected a reduce_op of ReduceOp.SUM, ReduceOp.MEAN, 'SUM' or 'MEAN'. "
+            f"Got {value!r}. For other reductions, gather the values and reduce the result."
+        )
+
+
+class DistributedValues:
+    """One value a replica. `values[i]` is replica i's, `len(values)` the number of replicas."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Sequence[Any]):
+        if not values:
+            raise ValueError("Expected one value a replica, for at least one replica. Got none.")
+        self._values: Any = tuple(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Each replica's value, in replica order."""
+        return self._values
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.values)
+
+    def __repr__(self) -> str:
+        parts = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{parts}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """A value that may differ, also in shape, between replicas.
+
+    It holds either the `values` of the replicas or, without a copy, one array `stacked` of
+    shape `[replicas, ...]` whose first axis is laid out over the replicas' devices; each form is
+    made from the other when it is asked for.
+    """
+
+    __slots__ = ("_stacked",)
+
+    def __init__(self, values: Sequence[Any]):
+        super().__init__(values)
+        self._stacked: Any = None
+
+    @classmethod
+    def from_stacked(cls, stacked: jax.Array) -> PerReplica:
+        """Wraps an array of shape `[replicas, ...]`."""
+        self = cls.__new__(cls)
+        self._values = None
+        self._stacked = stacked
+        return self
+
+    @property
+    def stacked(self) -> jax.Array | None:
+        """The array `[replicas, ...]` that this value was made from, if it was."""
+        return self._stacked
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Each replica's value, in replica order."""
+        if self._values is None:
+            self._values = unstack(self._stacked)  # one of the two forms is always there
+        return self._values
+
+    @property
+    def num_replicas(self) -> int:
+        return self._stacked.shape[0] if self._stacked is not None else len(self.values)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            "Expected one tensor. Got a PerReplica value, which is one tensor for each replica. "
+            "Inside strategy.run each replica sees its own part; outside, combine the parts with "
+            "strategy.reduce or strategy.gather, or list them with "
+            "strategy.experimental_local_results."
+        )
+
+    # Both protocols would otherwise silently stack or drop parts.
+    __array__ = _refuse
+    __jax_array__ = _refuse
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica. It converts to a tensor of that value."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        """The common value."""
+        return self.values[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value, dtype=dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
+
+    def numpy(self) -> np.ndarray:
+        """The common value as a NumPy array."""
+        return np.asarray(self.value)
+
+
+class IndexedSlices:
+    """Rows of a tensor: `values[i]` belongs to row `indices[i]`; an index may repeat.
+
+    Args:
+        values: `[rows, ...]`.
+        indices: `[rows]`, integers.
+        dense_shape: shape of the tensor the rows belong to, or None when unknown.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None):
+        self.values = values
+        self.indices = indices
+        self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
+
+    def to_dense(self) -> jax.Array:
+        """The tensor itself, `dense_shape`, rows with the same index added up."""
+        if self.dense_shape is None:
+            raise ValueError(
+                "Expected IndexedSlices with a dense_shape. Got dense_shape=None. "
+                "Pass dense_shape=(rows, ...) when you create them."
+            )
+        values = jnp.asarray(self.values)
+        zeros = jnp.zeros(self.dense_shape, values.dtype)
+        return zeros.at[jnp.asarray(self.indices)].add(values)
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
+            f"dense_shape={self.dense_shape!r})"
+        )
+
+
+jax.tree_util.register_pytree_node(
+    IndexedSlices,
+    lambda s: ((s.values, s.indices), s.dense_shape),
+    lambda shape, children: IndexedSlices(children[0], children[1], shape),
+)
+
+
+def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
+    """Splits `[replicas, ...]` into its parts, each left on the device that holds it."""
+    if not stacked.is_fully_addressable:
+        raise ValueError(
+            "Expected parts that live in this process. Got an array that spans processes; "
+            "reduce or gather it first."
+        )
+    parts: dict[int, jax.Array] = {}
+    for shard in stacked.addressable_shards:
+        rows = shard.index[0]
+        start = rows.start or 0
+        for offset in range(shard.data.shape[0]):
+            parts.setdefault(start + offset, shard.data[offset])
+    return tuple(parts[i] for i in range(stacked.shape[0]))
+
+
+def is_distributed(value: Any) -> bool:
+    """True for PerReplica and Mirrored: the leaves that `run` takes apart."""
+    return isinstance(value, DistributedValues)
+
+
+def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` that keeps distributed values whole."""
+    return jax.tree.map(fn, tree, *rest, is_leaf=is_distributed)
+
+
+def regroup(per_replica: Sequence[Any]) -> Any:
+    """Joins one structure a replica into one structure of values.
+
+    A leaf that is the same object on every replica stays bare; others become PerReplica.
+    """
+    first, *rest = per_replica
+    if not rest:
+        return first
+
+    def join(*leaves: Any) -> Any:
+        if all(leaf is leaves[0] for leaf in leaves):
+            return leaves[0]
+        return PerReplica(leaves)
+
+    return jax.tree.map(join, first, *rest)

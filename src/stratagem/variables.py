@@ -1,0 +1,278 @@
+"""Where a Keras variable lives under a strategy, and what its value is on each replica.
+
+A mirrored variable is one `jax.Array`, replicated over the strategy's devices, in Keras' own
+slot. A variable that synchronises on read has one component a replica, kept as one array
+`[replicas, ...]`; what Keras sees as its value is the aggregate of the components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stratagem.errors import StrategyMismatchError
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas write to one variable combine (tf.VariableAggregation)."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+    @property
+    def keras_name(self) -> str:
+        """The name that `keras.Variable(aggregation=...)` takes."""
+        return self.name.lower()
+
+
+class VariableSynchronization(enum.Enum):
+    """When the components of a variable combine (tf.VariableSynchronization)."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+    @property
+    def keras_name(self) -> str:
+        """The name that `keras.Variable(synchronization=...)` takes."""
+        return self.name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """The strategy that a variable belongs to, and the user's line that put it there."""
+
+    strategy: Any
+    made_at: str
+
+
+def home(variable: Any) -> Home | None:
+    """The variable's home, None when it never met a strategy."""
+    return getattr(variable, "_stratagem_home", None)
+
+
+def is_on_read(variable: Any) -> bool:
+    """True when each replica keeps a component of its own."""
+    return variable.synchronization == "on_read"
+
+
+def is_statistic(variable: Any) -> bool:
+    """True for the float statistics of Keras layers (BatchNormalization), averaged on write."""
+    return getattr(variable, "_stratagem_statistic", False)
+
+
+def mark_statistic(variable: Any) -> None:
+    """Declares a layer's non-trainable float weight without an aggregation a statistic."""
+    is_float = jnp.issubdtype(jnp.dtype(variable.dtype), jnp.floating)
+    if is_float and not variable.trainable and variable.aggregation == "none":
+        variable._stratagem_statistic = True
+
+
+def check_declaration(variable: Any) -> None:
+    """Refuses what TF refuses when a variable is created in a strategy's scope.
+
+    Raises:
+        ValueError: synchronization NONE, or MEAN of an integer variable.
+    """
+    if variable.synchronization == "none":
+        raise ValueError(
+            f"Expected synchronization 'auto', 'on_write' or 'on_read' for variable "
+            f"{variable.path!r} in a strategy's scope. Got 'none'. Create it outside the scope if "
+            "the strategy shall not manage it."
+        )
+    if variable.aggregation == "mean" and not jnp.issubdtype(
+        jnp.dtype(variable.dtype), jnp.inexact
+    ):
+        raise ValueError(
+            f"Expected a float dtype for variable {variable.path!r} with aggregation 'mean'. Got "
+            f"{variable.dtype}. Use aggregation 'sum' or 'only_first_replica', or a float dtype."
+        )
+
+
+def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
+    """Gives a variable its home and lays its value out there.
+
+    Args:
+        variable: without a home.
+        strategy: its home from now on.
+        created: True when it is being created in the strategy's scope: then, as in TF, each
+            component of an on-read variable starts with the initial value; otherwise the value is
+            the aggregate that the components must keep.
+    """
+    variable._stratagem_home = Home(strategy, user_line())
+    value = variable._value
+    if is_on_read(variable) and strategy.num_replicas_in_sync > 1:
+        variable.__dict__.pop("_value")
+        variable.__class__ = _on_read_class(type(variable))
+        if value is not None and created:
+            replicas = strategy.num_replicas_in_sync
+            variable.components = strategy.place_stacked(
+                np.broadcast_to(np.asarray(value), (replicas, *value.shape))
+            )
+        else:
+            variable._value = value
+    elif value is not None:
+        variable._value = strategy.place(value)
+
+
+def adopt_all(found: Iterable[Any], strategy: Any) -> None:
+    """Moves homeless variables into a strategy, and refuses those of other strategies.
+
+    Raises:
+        StrategyMismatchError: lists every variable that belongs to another strategy.
+    """
+    foreign = []
+    for variable in found:
+        where = home(variable)
+        if where is None:
+            adopt(variable, strategy, created=False)
+        elif where.strategy is not strategy:
+            foreign.append(f"  {variable.path}: made under {where.strategy!r} at {where.made_at}")
+    if foreign:
+        raise StrategyMismatchError(
+            f"Expected variables of {strategy!r}. Got {len(foreign)} of another strategy:\n"
+            + "\n".join(foreign)
+            + "\nMake one strategy object and use it for the model, the optimizer and run, or "
+            "build the model anew in this strategy's scope."
+        )
+
+
+@functools.cache
+def _on_read_class(base: type) -> type:
+    """The class of a variable of class `base` that keeps components.
+
+    Keras' `_value` slot becomes their aggregate. Either the components or the aggregate that was
+    assigned is there; the other is made on demand, so that an aggregate that goes through Keras
+    and back stays exact.
+    """
+
+    class SyncOnReadVariable(base):  # type: ignore[misc]
+        _aggregate: Any = None
+        _components: Any = None
+
+        @property
+        def components(self) -> Any:
+            """One component a replica, `[replicas, ...]`, on the replicas' devices."""
+            if self._components is None and self._aggregate is not None:
+                strategy = home_strategy(self)
+                self._components = strategy.place_stacked(
+                    spread(self._aggregate, self.aggregation, strategy.num_replicas_in_sync)
+                )
+            return self._components
+
+        @components.setter
+        def components(self, stacked: Any) -> None:
+            self._components = stacked
+            self._aggregate = None
+
+        @property
+        def _value(self) -> Any:
+            if self._aggregate is None and self._components is not None:
+                self._aggregate = join(self._components, self)
+            return self._aggregate
+
+        @_value.setter
+        def _value(self, value: Any) -> None:
+            self._aggregate = None if value is None else home_strategy(self).place(value)
+            self._components = None
+
+    return SyncOnReadVariable
+
+
+def home_strategy(variable: Any) -> Any:
+    """The strategy of a variable that has one."""
+    return variable._stratagem_home.strategy
+
+
+def join(components: jax.Array, variable: Any) -> jax.Array:
+    """The aggregate of `[replicas, ...]` components.
+
+    Raises:
+        ValueError: the variable has no aggregation to read it by.
+    """
+    how = variable.aggregation
+    if how == "sum":
+        return _sum(components)
+    if how == "mean":
+        return _mean(components)
+    if how == "only_first_replica":
+        return components[0]
+    raise ValueError(no_read_aggregation(variable))
+
+
+def no_read_aggregation(variable: Any) -> str:
+    """The text of the error for an on-read variable that has no aggregate."""
+    return (
+        f"Expected an aggregation for variable {variable.path!r} (synchronization 'on_read') to "
+        "read it outside a replica. Got aggregation 'none'. Create it with aggregation='sum', "
+        "'mean' or 'only_first_replica'."
+    )
+
+
+@jax.jit
+def _sum(components: jax.Array) -> jax.Array:
+    return jnp.sum(components, axis=0, dtype=components.dtype)
+
+
+@jax.jit
+def _mean(components: jax.Array) -> jax.Array:
+    return jnp.mean(components, axis=0).astype(components.dtype)
+
+
+def spread(aggregate: Any, aggregation: str, replicas: int) -> Any:
+    """Components `[replicas, ...]` whose aggregate is the given value.
+
+    A sum is divided evenly, as in TF; an integer sum that does not divide is kept whole by
+    giving the remainder to replica 0.
+    """
+    value = np.asarray(aggregate)
+    if aggregation != "sum":
+        return np.broadcast_to(value, (replicas, *value.shape))
+    if np.issubdtype(value.dtype, np.integer):
+        share, rest = np.divmod(value, replicas)
+        stacked = np.broadcast_to(share, (replicas, *value.shape)).copy()
+        stacked[0] += rest
+        return stacked.astype(value.dtype)
+    return np.broadcast_to(value / np.asarray(replicas, value.dtype), (replicas, *value.shape))
+
+
+def local_spec(variable: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype that one replica sees."""
+    return jax.ShapeDtypeStruct(tuple(variable.shape), jnp.dtype(variable._dtype))
+
+
+def stand_in(variable: Any) -> jax.Array:
+    """A value of the right shape, for the attempt at a trace that discovers the variable."""
+    return jnp.zeros(tuple(variable.shape), jnp.dtype(variable._dtype))
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame outside Stratagem, Keras and JAX."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in {"stratagem", "keras", "jax", "contextlib"}:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
+
+
+def describe(variable: Any) -> str:
+    """How error texts name a variable."""
+    return (
+        f"{variable.path!r} (shape {tuple(variable.shape)}, {variable._dtype}, aggregation "
+        f"{variable.aggregation!r}, synchronization {variable.synchronization!r})"
+    )
+
+
