@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys as _sys
+
 from stratagem import config as config
+from stratagem import data as data
+from stratagem import errors as errors
+from stratagem import experimental as experimental
 from stratagem import keras_bridge as _keras_bridge
+from stratagem import nn as nn
 from stratagem import context as _context
 from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
 from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -11,10 +17,17 @@ from stratagem.collectives import NcclAllReduce as NcclAllReduce
 from stratagem.collectives import ReductionToOneDevice as ReductionToOneDevice
 from stratagem.collectives import RingAllReduce as RingAllReduce
 from stratagem.collectives import TreeAllReduce as TreeAllReduce
+from stratagem.context import experimental_set_strategy as experimental_set_strategy
 from stratagem.context import get_replica_context as get_replica_context
 from stratagem.context import get_strategy as get_strategy
 from stratagem.context import has_strategy as has_strategy
 from stratagem.context import in_cross_replica_context as in_cross_replica_context
+from stratagem.data import DistributedDataset as DistributedDataset
+from stratagem.data import DistributedIterator as DistributedIterator
+from stratagem.data import InputContext as InputContext
+from stratagem.data import InputOptions as InputOptions
+from stratagem.data import InputReplicationMode as InputReplicationMode
+from stratagem.function import function as function
 from stratagem.step.replica import ReplicaContext as ReplicaContext
 from stratagem.step.tape import GradientTape as GradientTape
 from stratagem.step.tape import value_and_grad as value_and_grad
@@ -32,3 +45,7 @@ from stratagem.variables import VariableSynchronization as VariableSynchronizati
 
 _default_strategy = _DefaultStrategy()
 _context.set_default(_context.Frame(_default_strategy, replica=_default_strategy.replica_context))
+
+# `stratagem.distribute` is the package itself, under the name that users of tf.distribute look for.
+distribute = _sys.modules[__name__]
+_sys.modules[__name__ + ".distribute"] = distribute

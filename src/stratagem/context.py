@@ -68,6 +68,17 @@ def entered(frame: Frame) -> Iterator[Frame]:
         _frames.reset(token)
 
 
+class StrategyFound(RuntimeError):
+    """Raised where a function that is traced without a strategy turns out to use one."""
+
+    def __init__(self, strategy: Any):
+        super().__init__(
+            f"Expected {strategy!r} to be current. Got a call under the default strategy. Enter "
+            "its scope, or decorate the calling function with @stratagem.function."
+        )
+        self.strategy = strategy
+
+
 def set_persistent(frame: Frame | None) -> None:
     """Replaces the bottom frame (`experimental_set_strategy`); None takes it away."""
     frames = _frames.get()
@@ -77,6 +88,16 @@ def set_persistent(frame: Frame | None) -> None:
             f"call inside the scope of {frames[-1].strategy!r}. Leave the scope first."
         )
     _frames.set(() if frame is None else (dataclasses.replace(frame, entered=False),))
+
+
+def experimental_set_strategy(strategy: Any) -> None:
+    """Makes a strategy current for good, as a scope that is never left; None ends that.
+
+    Raises:
+        RuntimeError: inside a `with strategy.scope()`.
+    """
+    plain = strategy is None or strategy is _default[0].strategy
+    set_persistent(None if plain else Frame(strategy))
 
 
 def get_strategy() -> Any:

@@ -112,6 +112,8 @@ class Strategy:
 
     def _check_may_enter(self, what: str) -> None:
         frame = context.current()
+        if frame.trace is not None and not context.has_strategy():
+            raise context.StrategyFound(self)
         if frame.replica is not None and context.has_strategy():
             raise RuntimeError(
                 f"Expected {what} of {self!r} in cross-replica context. Got a call inside a "

@@ -1,0 +1,59 @@
+"""`stratagem.function`: a cross-replica function becomes one compiled program."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from stratagem import context
+from stratagem.strategies import Strategy
+
+
+class Function:
+    """A function that contains `strategy.run` and `strategy.reduce`, compiled as a whole.
+
+    It is traced once for each set of argument shapes; PerReplica arguments stay distributed. What
+    `run` and `reduce` communicate travels in the program's fused all-reduce. Called inside another
+    traced function it is simply part of it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], strategy: Strategy | None = None):
+        self._fn = fn
+        self._strategy = strategy
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program; traces it first where it must."""
+        if context.current().trace is not None:
+            return self._fn(*args, **kwargs)
+        strategy = self._strategy
+        if strategy is None:
+            strategy = context.get_strategy()
+        try:
+            return strategy.call_function(self._fn, args, kwargs)
+        except context.StrategyFound as found:
+            # Called outside any scope: the function itself names its strategy.
+            self._strategy = found.strategy
+            return found.strategy.call_function(self._fn, args, kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+def function(fn: Callable[..., Any] | None = None, *, strategy: Strategy | None = None) -> Any:
+    """Decorates a function so that it runs as one compiled program (tf.function's part here).
+
+    Args:
+        fn: Python over tensors, variables, `strategy.run`, `strategy.reduce`, `strategy.gather`.
+        strategy: whose program it is; None takes the current strategy, or the one whose `run`
+            the function calls.
+
+    Returns:
+        A callable with fn's signature. Results that `run` made are PerReplica, those of `reduce`
+        and `gather` are tensors.
+    """
+    if fn is None:
+        return functools.partial(Function, strategy=strategy)
+    return Function(fn, strategy)
