@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys as _sys
 
 from stratagem import config as config
+from stratagem import context as _context
 from stratagem import data as data
 from stratagem import errors as errors
 from stratagem import experimental as experimental
 from stratagem import keras_bridge as _keras_bridge
 from stratagem import nn as nn
-from stratagem import context as _context
 from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
 from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from stratagem.collectives import NcclAllReduce as NcclAllReduce
@@ -42,6 +42,8 @@ from stratagem.values import PerReplica as PerReplica
 from stratagem.values import ReduceOp as ReduceOp
 from stratagem.variables import VariableAggregation as VariableAggregation
 from stratagem.variables import VariableSynchronization as VariableSynchronization
+
+_keras_bridge.install()
 
 _default_strategy = _DefaultStrategy()
 _context.set_default(_context.Frame(_default_strategy, replica=_default_strategy.replica_context))

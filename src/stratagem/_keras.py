@@ -6,11 +6,12 @@ one of them.
 
 from __future__ import annotations
 
+from keras.src.backend.common import global_state as global_state
+
 # The class behind keras.Variable on the JAX backend. Needed: `__init__`, `value`, `assign`,
 # `assign_add`, `assign_sub`, `_direct_assign`, and the slots `_value` and `_dtype`.
 from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
 from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
-from keras.src.backend.common import global_state as global_state
 from keras.src.backend.jax.core import JaxVariable as JaxVariable
 
 # The trainer mixed into keras.Model on the JAX backend. Needed: `make_train_function`,
@@ -25,7 +26,7 @@ from keras.src.layers.layer import Layer as Layer
 
 # Where weighted losses are reduced. Needed: `reduce_values(values, sample_weight, reduction)` and
 # `apply_mask(sample_weight, mask, dtype, reduction)`, looked up in this module by their callers.
-from keras.src.losses import loss as loss_module
+from keras.src.losses import loss as loss_module  # noqa: F401
 
 # Optimizers. Needed: `apply(grads, trainable_variables)` and `stateless_apply(...)`, which every
 # optimizer goes through, and LossScaleOptimizer's own versions of both.

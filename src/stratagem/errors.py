@@ -1,4 +1,4 @@
-"""What callers may want to catch. Misuse raises the built-in TypeError, ValueError or RuntimeError."""
+"""What callers may want to catch; misuse raises TypeError, ValueError or RuntimeError."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
     value = variable._value
     if is_on_read(variable) and strategy.num_replicas_in_sync > 1:
         variable.__dict__.pop("_value")
-        variable.__class__ = _on_read_class(type(variable))
+        variable.__class__ = _on_read_class(variable.__class__)
         if value is not None and created:
             replicas = strategy.num_replicas_in_sync
             variable.components = strategy.place_stacked(
@@ -149,7 +149,7 @@ def adopt_all(found: Iterable[Any], strategy: Any) -> None:
 
 
 @functools.cache
-def _on_read_class(base: type) -> type:
+def _on_read_class(base: Any) -> Any:
     """The class of a variable of class `base` that keeps components.
 
     Keras' `_value` slot becomes their aggregate. Either the components or the aggregate that was
@@ -157,7 +157,7 @@ def _on_read_class(base: type) -> type:
     and back stays exact.
     """
 
-    class SyncOnReadVariable(base):  # type: ignore[misc]
+    class SyncOnReadVariable(base):
         _aggregate: Any = None
         _components: Any = None
 
@@ -274,5 +274,3 @@ def describe(variable: Any) -> str:
         f"{variable.path!r} (shape {tuple(variable.shape)}, {variable._dtype}, aggregation "
         f"{variable.aggregation!r}, synchronization {variable.synchronization!r})"
     )
-
-

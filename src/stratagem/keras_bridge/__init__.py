@@ -4,5 +4,8 @@ from __future__ import annotations
 
 from stratagem.keras_bridge import layers, losses, optimizer, trainer, variables
 
-for _room in (variables, optimizer, losses, layers, trainer):
-    _room.install()
+
+def install() -> None:
+    """Attaches all hooks. Importing stratagem calls it; a second call does nothing."""
+    for room in (variables, optimizer, losses, layers, trainer):
+        room.install()

@@ -189,9 +189,11 @@ class ModelStep:
     def _collect(self, results: Any) -> Any:
         """Predictions as whole arrays in row order."""
         return jax.tree.map(
-            lambda leaf: np.concatenate([np.asarray(p) for p in leaf.values])
-            if isinstance(leaf, PerReplica)
-            else leaf,
+            lambda leaf: (
+                np.concatenate([np.asarray(p) for p in leaf.values])
+                if isinstance(leaf, PerReplica)
+                else leaf
+            ),
             results,
             is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )

@@ -112,7 +112,9 @@ def local_start(variable: Any, aggregate: Any, strategy: Any) -> Any:
     return jnp.where(first, aggregate, jnp.zeros_like(aggregate))
 
 
-def close(closed: ClosedJaxpr, accumulators: Sequence[tuple[Any, Any]], frame: context.Frame) -> Any:
+def close(
+    closed: ClosedJaxpr, accumulators: Sequence[tuple[Any, Any]], frame: context.Frame
+) -> Any:
     """Combines the metrics of a `fit` step where each takes its last value.
 
     What reads a metric after its last update (the logs) then sees the value of all replicas, and

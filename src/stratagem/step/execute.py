@@ -251,9 +251,8 @@ class Executor:
         def call(*values: Any) -> Any:
             remaining = iter(values)
             leaves = [next(remaining) if isinstance(d, Argument) else d for d in described]
-            args, kwargs = jax.tree.unflatten(
-                tree, [_as_local(v, d, self.replica) for v, d in zip(leaves, described)]
-            )
+            leaves = [_as_local(v, d, self.replica) for v, d in zip(leaves, described, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, leaves)
             return fn(*args, **kwargs)
 
         def finish(program: Program, facts: Facts) -> Program:

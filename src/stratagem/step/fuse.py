@@ -31,7 +31,9 @@ def schedule(jaxpr: Any) -> list[Level]:
     level_of: dict[Any, int] = {}
     levels: list[Level] = [Level([], [], [])]
     for eqn in live(jaxpr):
-        level = max((level_of.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0)
+        level = max(
+            (level_of.get(v, 0) for v in eqn.invars if not isinstance(v, Literal)), default=0
+        )
         current = levels[level]
         if eqn.primitive in COLLECTIVES:
             reduce = eqn.primitive is primitives.all_reduce_p

@@ -83,7 +83,9 @@ class Merged:
         return _run(self, inputs)
 
 
-def merge(programs: Sequence[Program], members: Sequence[int], inputs_vary: Sequence[bool]) -> Merged:
+def merge(
+    programs: Sequence[Program], members: Sequence[int], inputs_vary: Sequence[bool]
+) -> Merged:
     """Joins the traces of the row classes and proves law 2 for the whole.
 
     Args:

@@ -186,7 +186,9 @@ class Strategy:
 
     # Values.
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """Reduces a value over the replicas. Cross-replica context.
 
         Args:

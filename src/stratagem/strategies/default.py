@@ -44,7 +44,9 @@ class DefaultStrategy(Strategy):
         """Wherever JAX puts it."""
         return jnp.asarray(value)
 
-    place_stacked = place
+    def place_stacked(self, stacked: Any) -> jax.Array:
+        """Wherever JAX puts it."""
+        return jnp.asarray(stacked)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -73,7 +75,9 @@ class DefaultStrategy(Strategy):
         if context.has_strategy():
             super()._check_may_enter(what)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """The value itself; with an axis, reduced over it."""
         op = ReduceOp.from_value(reduce_op)
         if axis is None:
