@@ -130,8 +130,8 @@ class Compiled:
             return value.stacked
         parts = [np.asarray(part) for part in value.values]
         stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
-        for row, part in zip(stacked, parts, strict=True):
-            row[tuple(slice(0, n) for n in part.shape)] = part
+        for r, part in enumerate(parts):
+            stacked[(r, *(slice(0, n) for n in part.shape))] = part
         return self._strategy.place_stacked(stacked)
 
     def unpack(self, results: Sequence[Any]) -> Any:
