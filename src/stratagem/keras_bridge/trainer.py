@@ -20,7 +20,7 @@ from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
 from stratagem.keras_bridge.hooks import wrap
-from stratagem.step.execute import Fit
+from stratagem.step.execute import Executor, Fit
 from stratagem.values import PerReplica
 
 _log = logging.getLogger("stratagem")
@@ -122,6 +122,8 @@ class ModelStep:
         self._placement = Placement(strategy.mesh)
         self._groups = _state_groups(model, kind)
         self._flat = [v for group in self._groups for v in group]
+        # Its own executor, so that programs go when the model goes.
+        self._executor = Executor(strategy, strategy.executor.replica, touches=self._flat)
         self._position = {id(v): i for i, v in enumerate(self._flat)}
         self._said = False
 
@@ -131,7 +133,7 @@ class ModelStep:
         fit = Fit(rows, rows_out=self._kind == "predict")
         slices = row_slices(rows)
         split = jax.tree.map(lambda leaf: self._placement.split(_array(leaf), slices), batch)
-        compiled, values = self._strategy.executor.prepare(self._step, (split,), {}, fit)
+        compiled, values = self._executor.prepare(self._step, (split,), {}, fit)
         current = [self._strategy.place(v) for group in state for v in group]
         results, written = compiled.apply(values, self._lookup(current))
         for variable, value in written:

@@ -192,12 +192,15 @@ class Executor:
         strategy: owner.
         replica: makes the replica context in which `run` calls the user's function; None for
             functions in cross-replica context (`stratagem.function`).
+        touches: variables that its functions are known to touch, which saves the trace that
+            would discover them.
     """
 
-    def __init__(self, strategy: Any, replica: Any):
+    def __init__(self, strategy: Any, replica: Any, touches: Sequence[Any] = ()):
         self._strategy = strategy
         self.replica = replica
         self._cache: dict[Any, Compiled] = {}
+        self._known = {id(v): v for v in touches}
         self._touched: dict[Any, dict[int, Any]] = {}  # variables that each step touches
         self._traces: dict[Any, int] = {}
 
@@ -263,7 +266,7 @@ class Executor:
                 _close(program, frame, split, fit)
             return program
 
-        facts = Facts(dict(self._touched.get(fn, {})))
+        facts = Facts(dict(self._touched.get(fn, self._known)))
         programs = trace(call, strategy, frame, classes, facts, finish)
         self._touched[fn] = facts.variables
         first = programs[0]

@@ -177,7 +177,7 @@ def trace(
     Raises:
         ReplicaBranchError: fn made a Python value of a traced one.
     """
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         facts.dirty = False
         try:
             programs = [
@@ -189,10 +189,10 @@ def trace(
                 continue
             raise _branch_error(error) from error
         except Exception:
-            if facts.dirty and facts.variables:
-                facts.dirty = False  # once more with the facts; then the error stands
-                [_attempt(fn, strategy, frame, rows, specs, facts) for rows, specs in classes]
-            raise
+            # An attempt that still lacked facts may fail for that alone.
+            if not facts.dirty or attempt == _ATTEMPTS - 1:
+                raise
+            continue
         if not facts.dirty:
             return programs
     raise RuntimeError(
