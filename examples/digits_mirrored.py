@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
-
-os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import stratagem
 
@@ -65,8 +62,10 @@ def build() -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            layers.Conv2D(16, 3, padding="same", activation="relu"),
-            layers.BatchNormalization(synchronized=True),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.BatchNormalization(synchronized=True, momentum=0.9),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
             layers.Flatten(),
             layers.Dense(64, activation="relu"),
             layers.Dense(10),

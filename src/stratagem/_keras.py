@@ -35,3 +35,10 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as Loss
 
 # Source of the random numbers of layers. Needed: `next(ordered)`.
 from keras.src.random.seed_generator import SeedGenerator as SeedGenerator
+
+# Base class of inputs; `fit` takes an instance as it is. Needed: its methods and properties.
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+
+# What turns an input into the batches of epochs. Needed: `steps_per_epoch`,
+# `_interrupted_warning()`.
+from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator

@@ -1,5 +1,7 @@
 """The devices there are, and virtual ones to rehearse on. Only this file reads the environment.
 
+Importing it also makes JAX the backend of a Keras that is not imported yet.
+
 `STRATAGEM_REHEARSE=gpu:4` (or `tpu:8`, `cpu:4`) makes device strings of that kind mean virtual CPU
 devices, so that a script written for several accelerators runs unedited on a machine without any.
 It is read when `stratagem` is imported, and holds for the life of the process.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -18,6 +21,7 @@ import jax
 from stratagem import _jax
 
 _REHEARSE = "STRATAGEM_REHEARSE"
+_KERAS_BACKEND = "KERAS_BACKEND"
 _KINDS = ("cpu", "gpu", "tpu")
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}  # What str(jax.Device) says for a GPU.
 
@@ -349,6 +353,26 @@ def _unknown_devices(unknown: list[tuple[str, _Address]], table: Iterable[_Addre
     )
 
 
+def _choose_keras_backend() -> None:
+    """Keras picks its backend at its first import: from the environment, else from its file."""
+    keras = sys.modules.get("keras")
+    if keras is not None:
+        found, where = keras.config.backend(), "keras was imported first"
+    else:
+        # An empty value is one that was never set.
+        found = os.environ.get(_KERAS_BACKEND) or "jax"
+        where = f"{_KERAS_BACKEND}={found}"
+    if found != "jax":
+        raise ImportError(
+            f"Expected Keras on its JAX backend. Got backend {found!r} ({where}). Set "
+            f"{_KERAS_BACKEND}=jax in the environment of the program, or unset it and import "
+            "stratagem before keras."
+        )
+    if keras is None:
+        os.environ[_KERAS_BACKEND] = found
+
+
+_choose_keras_backend()
 _rehearsal = _read_rehearsal()
 if _rehearsal is not None:
     _begin_rehearsal(_rehearsal)

@@ -19,11 +19,14 @@ from stratagem.data import RebatchRule, split_rows
 from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
+from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, join
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.step.execute import Executor, Fit
+from stratagem.strategies import Strategy
 from stratagem.values import PerReplica
 
 _log = logging.getLogger("stratagem")
+_STEPS = {"train_step": "train", "test_step": "test", "predict_step": "predict"}
 _ENTRY_POINTS = (
     "fit",
     "evaluate",
@@ -38,6 +41,8 @@ def install() -> None:
     """Attaches the bridge to Keras' JAX trainer."""
     for name in _ENTRY_POINTS:
         wrap(_keras.JAXTrainer, name, _in_scope)
+    wrap(_keras.EpochIterator, "_interrupted_warning", _end_of_data)
+    wrap(Strategy, "lower", _lower)
     wrap(_keras.JAXTrainer, "make_train_function", _make("train"))
     wrap(_keras.JAXTrainer, "make_test_function", _make("test"))
     wrap(_keras.JAXTrainer, "make_predict_function", _make("predict"))
@@ -79,8 +84,27 @@ def _in_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, *args, **kwargs)
+    args = tuple(adapt(data) for data in args)
+    kwargs = {name: adapt(data) for name, data in kwargs.items()}
     with strategy.scope():
         return original(self, *args, **kwargs)
+
+
+def _end_of_data(original: Any, self: Any) -> None:
+    """The end of a dataset of unknown length is the end of the epoch, nothing to warn of (R39)."""
+    if self.steps_per_epoch or not context.has_strategy():
+        original(self)
+
+
+def _lower(original: Any, self: Any, fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`strategy.lower(model.train_step, (batch,))` lowers the step as `fit` runs it."""
+    model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
+    if not isinstance(model, _keras.JAXTrainer) or name not in _STEPS:
+        return original(self, fn, args, kwargs)
+    (batch,) = args
+    with self.scope():
+        model._symbolic_build(data_batch=batch)
+        return ModelStep(model, self, _STEPS[name]).lower(batch)
 
 
 def _make(kind: str) -> Any:
@@ -129,16 +153,21 @@ class ModelStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Keras' step interface: `(state, batch) -> (results, state)`, state as lists of arrays."""
-        rows = self._rows(batch)
+        rows, batch = self._deal(batch)
         fit = Fit(rows, rows_out=self._kind == "predict")
-        slices = row_slices(rows)
-        split = jax.tree.map(lambda leaf: self._placement.split(_array(leaf), slices), batch)
-        compiled, values = self._executor.prepare(self._step, (split,), {}, fit)
+        compiled, values = self._executor.prepare(self._step, (batch,), {}, fit)
         current = [self._strategy.place(v) for group in state for v in group]
         results, written = compiled.apply(values, self._lookup(current))
         for variable, value in written:
             current[self._position[id(variable)]] = value
         return self._collect(results), _regroup(current, self._groups)
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The program of the step for a batch, not run."""
+        rows, batch = self._deal(batch)
+        fit = Fit(rows, rows_out=self._kind == "predict")
+        compiled, values = self._executor.prepare(self._step, (batch,), {}, fit)
+        return compiled.function.lower(*compiled.state(), compiled.pack(values))
 
     def _lookup(self, current: list[Any]) -> Any:
         position = self._position
@@ -162,8 +191,19 @@ class ModelStep:
                     scope.add_update((variable, new))
         return results
 
+    def _deal(self, batch: Any) -> tuple[tuple[int, ...], Any]:
+        """Rows that each replica gets of this batch, and their values."""
+        dealt = next((x for x in jax.tree.leaves(batch) if isinstance(x, GlobalBatch)), None)
+        if dealt is not None and dealt.rows[0]:
+            return dealt.rows, batch
+        # Replica 0 keeps the metrics' totals, so it may not be one that takes no part.
+        batch = jax.tree.map(join, batch) if dealt is not None else batch
+        rows = self._rows(batch)
+        slices = row_slices(rows)
+        return rows, jax.tree.map(lambda x: self._placement.split(_array(x), slices), batch)
+
     def _rows(self, batch: Any) -> tuple[int, ...]:
-        """Rows that each replica gets of this batch."""
+        """Rows that each replica gets of a batch that is whole."""
         counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
         if len(counts) != 1 or 0 in counts:
             raise ValueError(

@@ -131,7 +131,8 @@ class Compiled:
         parts = [np.asarray(part) for part in value.values]
         stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
         for r, part in enumerate(parts):
-            stacked[(r, *(slice(0, n) for n in part.shape))] = part
+            window: tuple[Any, ...] = (r, *(slice(0, n) for n in part.shape))
+            stacked[window] = part
         return self._strategy.place_stacked(stacked)
 
     def unpack(self, results: Sequence[Any]) -> Any:
@@ -355,11 +356,11 @@ def _describe(leaf: Any) -> Any:
 def _describe_parts(leaf: PerReplica) -> Argument:
     parts = leaf.values
     shapes = tuple(tuple(np.shape(p)) for p in parts)
-    dtypes = {jax.dtypes.canonicalize_dtype(np.result_type(p)) for p in parts}
+    dtypes = {jnp.result_type(p) for p in parts}
     if len({len(s) for s in shapes}) > 1 or len(dtypes) > 1:
         raise UnevenShapesError(
             "Expected parts of one rank and dtype on all replicas. Got "
-            + ", ".join(f"replica {i}: {s} {np.result_type(p)}"
+            + ", ".join(f"replica {i}: {s} {jnp.result_type(p)}"
                         for i, (s, p) in enumerate(zip(shapes, parts, strict=True)))
             + ". Make every replica's part with the same function."
         )  # fmt: skip

@@ -24,13 +24,19 @@ from stratagem.step.trace import Program
 _MAKE_INVARIANT = (primitives.all_reduce_p, primitives.all_gather_p)
 
 
-def varying(jaxpr: Any, inputs: Sequence[bool]) -> dict[Any, bool]:
-    """For each variable of an (open) jaxpr, whether it varies, given the inputs' state."""
+def varying(jaxpr: Any, inputs: Sequence[bool], whole: bool = False) -> dict[Any, bool]:
+    """For each variable of an (open) jaxpr, whether it varies, given the inputs' state.
+
+    With `whole`, an equation that gives one varying result gives no invariant one.
+    """
     state: dict[Any, bool] = dict.fromkeys(jaxpr.constvars, False)
     state.update(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         read = [not isinstance(v, Literal) and state[v] for v in eqn.invars]
-        state.update(zip(eqn.outvars, _outputs(eqn, read), strict=True))
+        outs = _outputs(eqn, read)
+        if whole and any(outs):
+            outs = [True] * len(outs)
+        state.update(zip(eqn.outvars, outs, strict=True))
     return state
 
 

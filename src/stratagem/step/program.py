@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 
 def read(env: dict[Any, Any], atom: Any) -> Any:
@@ -30,3 +31,26 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the bodies of nested `jax.jit` calls in place of the calls."""
+    if not any(eqn.primitive.name in _CALLS for eqn in closed.jaxpr.eqns):
+        return closed
+    return jax.make_jaxpr(lambda *args: _inlined(closed, args))(*closed.in_avals)
+
+
+_CALLS = ("jit", "pjit")
+
+
+def _inlined(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    env: dict[Any, Any] = {}
+    write_all(env, closed.jaxpr.constvars, closed.consts)
+    write_all(env, closed.jaxpr.invars, args)
+    for eqn in closed.jaxpr.eqns:
+        values = read_all(env, eqn.invars)
+        if eqn.primitive.name in _CALLS:
+            write_all(env, eqn.outvars, _inlined(eqn.params["jaxpr"], values))
+        else:
+            write_all(env, eqn.outvars, bind(eqn, values))
+    return read_all(env, closed.jaxpr.outvars)

@@ -24,7 +24,7 @@ from stratagem.step import primitives
 from stratagem.step.fuse import Level, schedule
 from stratagem.step.invariance import varying, write_error
 from stratagem.step.lower import perform
-from stratagem.step.program import read, read_all, write_all
+from stratagem.step.program import inline, read, read_all, write_all
 from stratagem.step.trace import Program
 
 
@@ -32,14 +32,15 @@ class _Class:
     """One trace with the numbers of its values."""
 
     def __init__(self, program: Program, inputs_vary: Sequence[bool]):
-        self.program = program
-        self.jaxpr = program.jaxpr.jaxpr
+        self.closed = inline(program.jaxpr)
+        self.jaxpr = self.closed.jaxpr
         self.levels = schedule(self.jaxpr)
-        self.vary = varying(self.jaxpr, inputs_vary)
+        # An equation runs in one place, with all that it gives.
+        self.vary = varying(self.jaxpr, inputs_vary, whole=True)
         self.number: dict[Any, Any] = {}
         for i, v in enumerate(self.jaxpr.invars):
             self.number[v] = ("input", i)
-        for v, const in zip(self.jaxpr.constvars, program.jaxpr.consts, strict=True):
+        for v, const in zip(self.jaxpr.constvars, self.closed.consts, strict=True):
             self.number[v] = ("const", _const_number(const))
         for depth, level in enumerate(self.levels):
             for eqn in level.eqns:
@@ -150,7 +151,7 @@ def _run(merged: Merged, inputs: Sequence[Any]) -> list[Any]:
     first = classes[0]
     env: dict[Any, Any] = {}  # number -> value, the same on all replicas
     for cls in classes:
-        for v, const in zip(cls.jaxpr.constvars, cls.program.jaxpr.consts, strict=True):
+        for v, const in zip(cls.jaxpr.constvars, cls.closed.consts, strict=True):
             env[cls.number[v]] = const
         for v, value in zip(cls.jaxpr.invars, inputs, strict=True):
             env[cls.number[v]] = value

@@ -174,7 +174,11 @@ class Strategy:
     def lower(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> jax.stages.Lowered:
-        """The program that `run(fn, args, kwargs)` would run, not run: to read or to count."""
+        """The program that `run(fn, args, kwargs)` would run, not run: to read or to count.
+
+        With a Keras model's `train_step`, `test_step` or `predict_step` and `args=(batch,)`, a
+        global batch as `fit` makes it, it is the program that `fit`, `evaluate` or `predict` runs.
+        """
         self._check_may_enter("lower")
         compiled, values = self._run.prepare(fn, tuple(args), kwargs or {})
         given, kept = compiled.state()

@@ -1,0 +1,31 @@
+"""A study note's script for two GPUs, with only its imports changed, and a short `fit`.
+
+On a machine without two GPUs it ends with an error that says how to rehearse it. To rehearse:
+"""
+
+# run with: STRATAGEM_REHEARSE=gpu:2
+
+from __future__ import annotations
+
+import stratagem
+import keras  # isort: skip
+import numpy as np
+from keras import layers
+
+mirrored_strategy = stratagem.MirroredStrategy(
+    devices=["/gpu:0", "/gpu:1"], cross_device_ops=stratagem.HierarchicalCopyAllReduce()
+)
+with mirrored_strategy.scope():
+    model = keras.Sequential()
+    model.add(layers.Dense(16, activation="relu", input_shape=(10,)))
+    model.add(layers.Dense(1))
+    optimizer = keras.optimizers.SGD(0.2)
+    model.compile(loss=keras.losses.BinaryCrossentropy(from_logits=True), optimizer=optimizer)
+model.summary()
+
+# The note ends here. Made-up data: is the sum of ten numbers positive?
+rng = np.random.default_rng(0)
+features = rng.normal(size=(1001, 10)).astype("float32")
+labels = (features.sum(axis=1, keepdims=True) > 0).astype("float32")
+model.fit(features, labels, batch_size=64, epochs=5, verbose=2)
+print("devices:", ", ".join(mirrored_strategy.worker_devices))
