@@ -90,9 +90,7 @@ def train(strategy: stratagem.Strategy, data: tuple[np.ndarray, ...], verbose: i
     with strategy.scope():
         model = build()
     timer = RowsPerSecond(len(x))
-    history = model.fit(
-        x, y, batch_size=BATCH, epochs=EPOCHS, verbose=verbose, callbacks=[timer]
-    )
+    history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=verbose, callbacks=[timer])
     return model, np.asarray(history.history["loss"]), timer.result
 
 

@@ -8,7 +8,7 @@ On a machine without two GPUs it ends with an error that says how to rehearse it
 from __future__ import annotations
 
 import stratagem
-import keras  # isort: skip
+import keras
 import numpy as np
 from keras import layers
 

@@ -11,6 +11,7 @@ import jax
 from stratagem import _keras, context, variables
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.step import effects
+from stratagem.variables import VariableAggregation, VariableSynchronization
 
 
 def install() -> None:
@@ -28,6 +29,10 @@ def install() -> None:
 
 
 def _create(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    # TF's enums are welcome where Keras takes the names of their members.
+    for name in ("aggregation", "synchronization"):
+        if _is_rule(kwargs.get(name)):
+            kwargs[name] = kwargs[name].keras_name
     frame = context.current()
     if frame.trace is None:
         original(self, *args, **kwargs)
@@ -38,6 +43,10 @@ def _create(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         variables.check_declaration(self)
         with _outside_trace() if frame.trace is not None else contextlib.nullcontext():
             variables.adopt(self, frame.strategy, created=True)
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, (VariableAggregation, VariableSynchronization))
 
 
 @contextlib.contextmanager
