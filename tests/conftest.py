@@ -25,7 +25,19 @@ GRACE_SECONDS = 2.0
 _TOOL_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION"})
 
 # Written once by a library at its first use, and meant to stay for the life of the process.
-_LIBRARY_VARIABLES = frozenset({"NPROC", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL"})
+_LIBRARY_VARIABLES = frozenset(
+    {
+        "NPROC",
+        "KERAS_BACKEND",
+        "TF_CPP_MIN_LOG_LEVEL",
+        # TensorFlow, at its import:
+        "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+        "HDF5_PLUGIN_PATH",
+        "TF2_BEHAVIOR",
+        "TPU_ML_PLATFORM",
+        "TPU_ML_PLATFORM_VERSION",
+    }
+)
 
 
 def _settles(is_clean, seconds: float = GRACE_SECONDS) -> bool:

@@ -6,6 +6,8 @@ one of them.
 
 from __future__ import annotations
 
+# Shape inference. Needed: `compute_output_spec(fn, *args, **kwargs)`, looked up in this module.
+from keras.src import backend as backend
 from keras.src.backend.common import global_state as global_state
 
 # The class behind keras.Variable on the JAX backend. Needed: `__init__`, `value`, `assign`,
@@ -33,6 +35,13 @@ from keras.src.losses import loss as loss_module  # noqa: F401
 from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
 
+# Metrics that only hold others, which compile() makes. Needed: their class.
+from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+
+# Where Keras keeps the mask of a tensor. Needed: `get_keras_mask(x)`, `set_keras_mask(x, mask)`.
+from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
+
 # Source of the random numbers of layers. Needed: `next(ordered)`.
 from keras.src.random.seed_generator import SeedGenerator as SeedGenerator
 
@@ -42,3 +51,5 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAda
 # What turns an input into the batches of epochs. Needed: `steps_per_epoch`,
 # `_interrupted_warning()`.
 from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
+
+METRIC_CONTAINERS = (CompileMetrics, MetricsList)

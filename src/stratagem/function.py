@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from stratagem import context
 from stratagem.strategies import Strategy
 
@@ -28,15 +30,20 @@ class Function:
         """Runs the program; traces it first where it must."""
         if context.current().trace is not None:
             return self._fn(*args, **kwargs)
-        strategy = self._strategy
-        if strategy is None:
-            strategy = context.get_strategy()
+        return self._with_strategy(lambda s: s.call_function(self._fn, args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The program that a call with these arguments would run, not run: to read or to count."""
+        return self._with_strategy(lambda s: s.lower_function(self._fn, args, kwargs))
+
+    def _with_strategy(self, use: Callable[[Strategy], Any]) -> Any:
+        strategy = context.get_strategy() if self._strategy is None else self._strategy
         try:
-            return strategy.call_function(self._fn, args, kwargs)
+            return use(strategy)
         except context.StrategyFound as found:
             # Called outside any scope: the function itself names its strategy.
             self._strategy = found.strategy
-            return found.strategy.call_function(self._fn, args, kwargs)
+            return use(found.strategy)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -79,6 +79,23 @@ def mark_statistic(variable: Any) -> None:
         variable._stratagem_statistic = True
 
 
+def is_replicated_metric(variable: Any) -> bool:
+    """True for the state of a metric that every replica updates alike with the whole batch."""
+    return getattr(variable, "_stratagem_replicated", False)
+
+
+def mark_replicated_metric(variable: Any) -> None:
+    """Declares an on-read variable's components equal; its value stays. Outside any trace."""
+    value = variable._value
+    variable._stratagem_replicated = True
+    variable._value = value
+
+
+def read_aggregation(variable: Any) -> str:
+    """How the components of an on-read variable combine when it is read."""
+    return "only_first_replica" if is_replicated_metric(variable) else variable.aggregation
+
+
 def check_declaration(variable: Any) -> None:
     """Refuses what TF refuses when a variable is created in a strategy's scope.
 
@@ -167,7 +184,7 @@ def _on_read_class(base: Any) -> Any:
             if self._components is None and self._aggregate is not None:
                 strategy = home_strategy(self)
                 self._components = strategy.place_stacked(
-                    spread(self._aggregate, self.aggregation, strategy.num_replicas_in_sync)
+                    spread(self._aggregate, read_aggregation(self), strategy.num_replicas_in_sync)
                 )
             return self._components
 
@@ -201,7 +218,7 @@ def join(components: jax.Array, variable: Any) -> jax.Array:
     Raises:
         ValueError: the variable has no aggregation to read it by.
     """
-    how = variable.aggregation
+    how = read_aggregation(variable)
     if how == "sum":
         return _sum(components)
     if how == "mean":

@@ -443,6 +443,9 @@ def test_from_function_spec_and_description(caplog):
     list(dataset)
     (worker,) = dataset.describe()
     assert (worker.rows_per_replica, worker.steps) == ((2, 1), 1)
+    assert len(worker.first_rows) == 2
+    list(dataset)
+    assert dataset.describe() == (worker,)
     assert "first batch of 3 rows dealt as 2+1" in caplog.text
     static = from_function(lambda: numbers(8, 3, drop_remainder=True))
     assert static.element_spec.values[0].shape == (3,)

@@ -104,18 +104,19 @@ class DealtFeed:
             if len(present) < len(parts) and not self._can_pad(present[0]):
                 self._warn_dropped(len(present))
                 return
-            step = self._step([_zero_rows(present[0]) if p is None else p for p in parts])
+            filled = [_zero_rows(present[0]) if part is None else part for part in parts]
+            step = self._step(filled, is_first=present[0] is first)
             if not self._logged:
                 log_first_step(self, step.rows)
                 self._logged = True
             yield step
 
-    def _step(self, parts: list[Element]) -> Step:
+    def _step(self, parts: list[Element], is_first: bool) -> Step:
         columns = zip(*(part.leaves for part in parts), strict=True)
         element = parts[0].treedef.unflatten([self._placement.deal(column) for column in columns])
         firsts = [part.leaves[0] for part in parts]
         rows = tuple(leaf.shape[0] if leaf.shape else 1 for leaf in firsts)
-        return Step(element, rows, () if self._logged else first_rows(firsts[0]))
+        return Step(element, rows, first_rows(firsts[0]) if is_first else ())
 
     def _can_pad(self, part: Element) -> bool:
         return not self._static and all(leaf.shape for leaf in part.leaves)

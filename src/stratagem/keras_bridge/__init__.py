@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stratagem.keras_bridge import layers, losses, optimizer, trainer, variables
+from stratagem.keras_bridge import layers, losses, metrics, optimizer, shapes, trainer, variables
 
 
 def install() -> None:
     """Attaches all hooks. Importing stratagem calls it; a second call does nothing."""
-    for room in (variables, optimizer, losses, layers, trainer):
+    for room in (variables, optimizer, losses, layers, metrics, shapes, trainer):
         room.install()

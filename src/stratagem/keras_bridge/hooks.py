@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratagem import context
@@ -31,8 +32,18 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def replicated_trace() -> Any:
-    """The current frame if it traces a replica function for several replicas, else None."""
+    """The current frame if it traces a replica's own share of several replicas' work, else None."""
     frame = context.current()
     if frame.trace is None or frame.replica is None or frame.strategy.num_replicas_in_sync == 1:
         return None
-    return frame
+    return None if frame.trace.synchronized else frame
+
+
+@contextlib.contextmanager
+def synchronized(frame: context.Frame) -> Iterator[None]:
+    """In the body, all replicas compute the same from values that they share, as one device."""
+    frame.trace.synchronized += 1
+    try:
+        yield
+    finally:
+        frame.trace.synchronized -= 1

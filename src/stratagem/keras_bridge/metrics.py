@@ -201,8 +201,7 @@ def _whole_batch(metric: Any, leaves: list[Any], where: list[int], frame: Any) -
                 f"Expected tensors with rows to update metric {metric.name!r} "
                 f"({type(metric).__name__}), whose state is not a sum over rows. Got a scalar "
                 f"{leaf.dtype}, of which each replica has its own. Give it the rows, or combine "
-                "the scalars first with get_replica_context().all_reduce('SUM', value) and pass "
-                "them as a tensor of one row."
+                "the scalars with strategy.reduce and update it outside strategy.run."
             )
         (leaves[i],) = effects.average_rows([leaf], frame)
     return leaves

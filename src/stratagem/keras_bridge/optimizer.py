@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from stratagem import _keras, context
-from stratagem.keras_bridge.hooks import replicated_trace, wrap
+from stratagem.keras_bridge.hooks import replicated_trace, synchronized, wrap
 from stratagem.step import effects, primitives
 
 
@@ -34,22 +33,12 @@ def combine(grads: Sequence[Any], frame: context.Frame) -> list[Any]:
     return [None if g is None else next(remaining) for g in grads]
 
 
-@contextlib.contextmanager
-def _synchronized(frame: context.Frame) -> Iterator[None]:
-    """What the optimizer writes from here on comes from values that all replicas share."""
-    frame.trace.synchronized += 1
-    try:
-        yield
-    finally:
-        frame.trace.synchronized -= 1
-
-
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = replicated_trace()
-    if frame is None or frame.trace.synchronized:
+    if frame is None:
         return original(self, grads, trainable_variables)
     grads = combine(list(grads), frame)
-    with _synchronized(frame):
+    with synchronized(frame):
         return original(self, grads, trainable_variables)
 
 
@@ -57,10 +46,10 @@ def _stateless_apply(
     original: Any, self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
 ) -> Any:
     frame = replicated_trace()
-    if frame is None or frame.trace.synchronized:
+    if frame is None:
         return original(self, optimizer_variables, grads, trainable_variables)
     grads = combine(list(grads), frame)
-    with _synchronized(frame):
+    with synchronized(frame):
         return original(self, optimizer_variables, grads, trainable_variables)
 
 
@@ -75,7 +64,7 @@ def _apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any
     new_trainable, new_own = self.stateless_apply(
         [v.value for v in own], list(grads), [v.value for v in trainable]
     )
-    with _synchronized(frame):
+    with synchronized(frame):
         for variable, value in zip([*trainable, *own], [*new_trainable, *new_own], strict=True):
             variable.assign(value)
     return None

@@ -37,11 +37,11 @@ def _create(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if frame.trace is None:
         original(self, *args, **kwargs)
     else:
-        with _outside_trace():
+        with outside_trace():
             original(self, *args, **kwargs)
     if context.has_strategy():
         variables.check_declaration(self)
-        with _outside_trace() if frame.trace is not None else contextlib.nullcontext():
+        with outside_trace() if frame.trace is not None else contextlib.nullcontext():
             variables.adopt(self, frame.strategy, created=True)
 
 
@@ -50,7 +50,7 @@ def _is_rule(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _outside_trace() -> Iterator[None]:
+def outside_trace() -> Iterator[None]:
     """A variable made while a step is traced gets its initial value at once, once."""
     attribute = "stateless_scope"
     scope = _keras.global_state.get_global_attribute(attribute)

@@ -47,7 +47,7 @@ def add(variable: Any, delta: Any) -> Any | None:
     if frame.strategy.num_replicas_in_sync == 1 or frame.trace.synchronized:
         return None
     if variables.is_on_read(variable):
-        if frame.replica is None and variable.aggregation == "sum":
+        if frame.replica is None and variables.read_aggregation(variable) == "sum":
             raise ValueError(
                 f"Expected assign_add on {variables.describe(variable)} inside strategy.run, or "
                 "assign outside it. Got assign_add in cross-replica context, where the share of "
@@ -71,7 +71,8 @@ def aggregate_read(variable: Any, component: Any, frame: context.Frame) -> Any:
 
 
 def _op(variable: Any) -> str:
-    return {"sum": "sum", "mean": "mean", "only_first_replica": "first"}[variable.aggregation]
+    how = variables.read_aggregation(variable)
+    return {"sum": "sum", "mean": "mean", "only_first_replica": "first"}[how]
 
 
 def _average_rows(value: Any, frame: context.Frame) -> Any:
@@ -90,7 +91,7 @@ def average_rows(values: list[Any], frame: context.Frame) -> list[Any]:
 
 def _spread_local(variable: Any, value: Any, frame: context.Frame) -> Any:
     """This replica's component after a cross-replica assign of an aggregate."""
-    if variable.aggregation != "sum":
+    if variables.read_aggregation(variable) != "sum":
         return value
     replicas = frame.strategy.num_replicas_in_sync
     if jnp.issubdtype(value.dtype, jnp.integer):
@@ -106,7 +107,7 @@ def local_start(variable: Any, aggregate: Any, strategy: Any) -> Any:
     A sum starts from the whole aggregate on replica 0 and from zero elsewhere, so that adding up
     the components at the end of the step rounds as one device would.
     """
-    if strategy.num_replicas_in_sync == 1 or variable.aggregation != "sum":
+    if strategy.num_replicas_in_sync == 1 or variables.read_aggregation(variable) != "sum":
         return aggregate
     first = primitives.replica_id_p.bind() == 0
     return jnp.where(first, aggregate, jnp.zeros_like(aggregate))

@@ -236,6 +236,13 @@ class Executor:
             self._cache[key] = compiled
         return compiled, values
 
+    def lower(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, fit: Fit | None = None
+    ) -> jax.stages.Lowered:
+        """The program that a call would run, not run: to read or to count. As `prepare`."""
+        compiled, values = self.prepare(fn, args, kwargs, fit)
+        return compiled.function.lower(*compiled.state(), compiled.pack(values))
+
     def _compile(self, fn: Any, tree: Any, described: list[Any], fit: Fit | None) -> Compiled:
         self._count_trace(fn)
         strategy = self._strategy
@@ -306,6 +313,7 @@ def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit) 
         (program.variables[i], out)
         for i, out in zip(program.written, outs[program.num_outputs :], strict=True)
         if variables.is_on_read(program.variables[i])
+        and not variables.is_replicated_metric(program.variables[i])
     ]
     frame = dataclasses.replace(frame, trace=Trace(frame.strategy, Facts(), program.rows))
     program.jaxpr = effects.close(program.jaxpr, accumulators, frame)

@@ -97,8 +97,12 @@ def _while(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
 
 def input_state(program: Program, argument_varies: Sequence[bool]) -> list[bool]:
     """Which inputs of a program vary: on-read components and the replicas' own data."""
-    components = [variables.is_on_read(v) for v in program.variables]
+    components = [_varies(v) for v in program.variables]
     return [*components, *argument_varies]
+
+
+def _varies(variable: Any) -> bool:
+    return variables.is_on_read(variable) and not variables.is_replicated_metric(variable)
 
 
 def simplify(closed: ClosedJaxpr, inputs: Sequence[bool]) -> ClosedJaxpr:
@@ -153,7 +157,7 @@ def check(program: Program, inputs: Sequence[bool]) -> None:
         for i, out in zip(program.written, outs, strict=True)
         if not isinstance(out, Literal)
         and state[out]
-        and not variables.is_on_read(program.variables[i])
+        and not _varies(program.variables[i])
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))

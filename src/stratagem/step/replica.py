@@ -126,7 +126,8 @@ class ReplicaContext:
 
 def all_reduce(arrays: list[Any], op: ReduceOp, frame: context.Frame) -> list[Any]:
     """Combines arrays over the replicas of a frame's strategy."""
-    if frame.strategy.num_replicas_in_sync == 1:
+    if frame.trace is None or frame.strategy.num_replicas_in_sync == 1:
+        # Without a trace Keras infers shapes: no values are there, nor other replicas.
         return [primitives.divide(a, 1) if op is ReduceOp.MEAN else a for a in arrays]
     return primitives.all_reduce(arrays, [op.value.lower()] * len(arrays), frame)
 
@@ -140,6 +141,8 @@ def all_gather(value: Any, axis: int, frame: context.Frame) -> Any:
         )
     if frame.strategy.num_replicas_in_sync == 1:
         return value
+    if frame.trace is None:
+        return jnp.concatenate([value] * frame.strategy.num_replicas_in_sync, axis)
     rows = jnp.moveaxis(value, axis, 0)
     sizes = frame.trace.exchange(rows.shape[0])
     gathered = primitives.all_gather_p.bind(

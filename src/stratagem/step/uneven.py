@@ -117,7 +117,9 @@ def merge(
 
 
 def _mirrored(program: Program, index: int) -> bool:
-    return program.aggregated or not variables.is_on_read(program.variables[index])
+    variable = program.variables[index]
+    kept_equal = not variables.is_on_read(variable) or variables.is_replicated_metric(variable)
+    return program.aggregated or kept_equal
 
 
 def _is_common(cls: _Class, atom: Any, common: frozenset[Any]) -> bool:

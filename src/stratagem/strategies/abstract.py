@@ -180,13 +180,15 @@ class Strategy:
         global batch as `fit` makes it, it is the program that `fit`, `evaluate` or `predict` runs.
         """
         self._check_may_enter("lower")
-        compiled, values = self._run.prepare(fn, tuple(args), kwargs or {})
-        given, kept = compiled.state()
-        return compiled.function.lower(given, kept, compiled.pack(values))
+        return self._run.lower(fn, tuple(args), kwargs or {})
 
     def call_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a cross-replica function as one compiled program (`stratagem.function`)."""
         return self._call(fn, tuple(args), kwargs)
+
+    def lower_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
+        """The program that `call_function` would run, not run."""
+        return self._call.lower(fn, tuple(args), kwargs)
 
     # Values.
 
