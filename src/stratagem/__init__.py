@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys as _sys
 
+from stratagem import cluster_resolver as cluster_resolver
 from stratagem import config as config
 from stratagem import context as _context
 from stratagem import data as data

@@ -10,6 +10,10 @@ from __future__ import annotations
 from keras.src import backend as backend
 from keras.src.backend.common import global_state as global_state
 
+# Where Keras keeps the mask of a tensor. Needed: `get_keras_mask(x)`, `set_keras_mask(x, mask)`.
+from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
+
 # The class behind keras.Variable on the JAX backend. Needed: `__init__`, `value`, `assign`,
 # `assign_add`, `assign_sub`, `_direct_assign`, and the slots `_value` and `_dtype`.
 from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
@@ -35,15 +39,11 @@ from keras.src.losses import loss as loss_module  # noqa: F401
 from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
 
-# Metrics that only hold others, which compile() makes. Needed: their class.
-from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
-
-# Where Keras keeps the mask of a tensor. Needed: `get_keras_mask(x)`, `set_keras_mask(x, mask)`.
-from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
-from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
-
 # Source of the random numbers of layers. Needed: `next(ordered)`.
 from keras.src.random.seed_generator import SeedGenerator as SeedGenerator
+
+# Metrics that only hold others, which compile() makes. Needed: their class.
+from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 # Base class of inputs; `fit` takes an instance as it is. Needed: its methods and properties.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -22,6 +23,7 @@ from stratagem import _jax
 
 _REHEARSE = "STRATAGEM_REHEARSE"
 _KERAS_BACKEND = "KERAS_BACKEND"
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _KINDS = ("cpu", "gpu", "tpu")
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}  # What str(jax.Device) says for a GPU.
 
@@ -128,6 +130,25 @@ def set_virtual_devices(count: int) -> None:
         return
     jax.config.update("jax_num_cpu_devices", count)
     _widen_cpu_pool()
+
+
+def set_visible_gpus(gpus: str) -> None:
+    """Leaves this process only some of its machine's GPUs, such as `"0,1"`.
+
+    Raises:
+        RuntimeError: the JAX backend has started with another choice.
+    """
+    if (found := os.environ.get(_VISIBLE_GPUS)) != gpus and _jax.started_backends():
+        raise RuntimeError(
+            f"set_visible_gpus({gpus!r}): the JAX backend has already started with {_VISIBLE_GPUS}="
+            f"{found}. Resolve the cluster before anything uses JAX."
+        )
+    os.environ[_VISIBLE_GPUS] = gpus
+
+
+def environment() -> Mapping[str, str]:
+    """The environment variables of this process, read-only, as they are at each look-up."""
+    return MappingProxyType(os.environ)
 
 
 def resolve_device(name: DeviceLike) -> jax.Device:

@@ -47,6 +47,11 @@ def has_default() -> bool:
     return bool(_default)
 
 
+def is_default(strategy: Any) -> bool:
+    """True for the default strategy, which owns no variables and no devices."""
+    return bool(_default) and strategy is _default[0].strategy
+
+
 def current() -> Frame:
     """The innermost frame; the default strategy's when nothing was entered."""
     frames = _frames.get()
@@ -96,7 +101,7 @@ def experimental_set_strategy(strategy: Any) -> None:
     Raises:
         RuntimeError: inside a `with strategy.scope()`.
     """
-    plain = strategy is None or strategy is _default[0].strategy
+    plain = strategy is None or is_default(strategy)
     set_persistent(None if plain else Frame(strategy))
 
 
@@ -107,7 +112,7 @@ def get_strategy() -> Any:
 
 def has_strategy() -> bool:
     """True when a strategy other than the default one is current."""
-    return current().strategy is not _default[0].strategy
+    return not is_default(current().strategy)
 
 
 def in_cross_replica_context() -> bool:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stratagem.errors import StrategyMismatchError
+
 
 class ReduceOp(enum.Enum):
     """How the values of the replicas combine into one."""
@@ -193,18 +195,49 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jax.tree.map(fn, tree, *rest, is_leaf=is_distributed)
 
 
-def regroup(per_replica: Sequence[Any]) -> Any:
-    """Joins one structure a replica into one structure of values.
+def check_count(value: DistributedValues, strategy: Any) -> None:
+    """Refuses a value that has not one part for each replica of a strategy.
 
-    A leaf that is the same object on every replica stays bare; others become PerReplica.
+    Raises:
+        StrategyMismatchError: it has more or fewer.
     """
-    first, *rest = per_replica
-    if not rest:
-        return first
+    if value.num_replicas != strategy.num_replicas_in_sync:
+        raise StrategyMismatchError(
+            f"Expected a value with one part for each of the {strategy.num_replicas_in_sync} "
+            f"replica(s) of {strategy!r}. Got {value.num_replicas} part(s). Use the strategy that "
+            "the value was made with."
+        )
 
-    def join(*leaves: Any) -> Any:
-        if all(leaf is leaves[0] for leaf in leaves):
-            return leaves[0]
-        return PerReplica(leaves)
 
-    return jax.tree.map(join, first, *rest)
+def is_whole(value: Any) -> bool:
+    """True for what counts as one value over the replicas: distributed values, IndexedSlices."""
+    return isinstance(value, (DistributedValues, IndexedSlices))
+
+
+def regroup(parts: Sequence[Any], is_leaf: Callable[[Any], bool] | None = is_whole) -> Any:
+    """Joins one structure a replica, `[replicas]`, into one structure of PerReplica values.
+
+    Args:
+        parts: structures, by replica.
+        is_leaf: what to keep whole in them.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+    flat = [jax.tree.flatten(part, is_leaf=is_leaf) for part in parts]
+    trees: list[Any] = [tree for _, tree in flat]
+    if any(tree != trees[0] for tree in trees):
+        raise ValueError(
+            "Expected values of one structure on all replicas. Got "
+            + ", ".join(f"replica {i}: {tree}" for i, tree in enumerate(trees))
+            + ". Make every replica's value with the same keys and lengths."
+        )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return jax.tree.unflatten(trees[0], [PerReplica(column) for column in columns])
+
+
+def open_parts(value: Any) -> Any:
+    """A distributed value whose parts are structures, as a structure of distributed values."""
+    if isinstance(value, Mirrored):
+        return value.value
+    return regroup(value.values, is_leaf=None)

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stratagem import context
 from stratagem.errors import StrategyMismatchError
+from stratagem.values import PerReplica
 
 
 class VariableAggregation(enum.Enum):
@@ -146,9 +148,13 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
 def adopt_all(found: Iterable[Any], strategy: Any) -> None:
     """Moves homeless variables into a strategy, and refuses those of other strategies.
 
+    The default strategy owns none: it computes with the values of all.
+
     Raises:
         StrategyMismatchError: lists every variable that belongs to another strategy.
     """
+    if context.is_default(strategy):
+        return
     foreign = []
     for variable in found:
         where = home(variable)
@@ -178,6 +184,13 @@ def _on_read_class(base: Any) -> Any:
         _aggregate: Any = None
         _components: Any = None
 
+        def __repr__(self) -> str:
+            # Not through `_value`: there may be no aggregate.
+            for name, held in (("components", self._components), ("value", self._aggregate)):
+                if held is not None and not held.is_deleted():
+                    return f"<Variable {describe(self)}, {name}={np.asarray(held).tolist()}>"
+            return f"<Variable {describe(self)}>"
+
         @property
         def components(self) -> Any:
             """One component a replica, `[replicas, ...]`, on the replicas' devices."""
@@ -205,6 +218,39 @@ def _on_read_class(base: Any) -> Any:
             self._components = None
 
     return SyncOnReadVariable
+
+
+def has_components(variable: Any) -> bool:
+    """True for an on-read variable that has more than one component, outside a program."""
+    return hasattr(type(variable), "components")
+
+
+def add_to_components(variable: Any, delta: Any) -> Any:
+    """Adds to each component of an on-read variable, in cross-replica context.
+
+    Returns:
+        The new aggregate; the components as PerReplica where there is none.
+
+    Raises:
+        ValueError: the components are summed, so that it is unknown how they share the delta.
+    """
+    if read_aggregation(variable) == "sum":
+        raise ValueError(no_cross_replica_add(variable))
+    stacked = variable.components + delta
+    variable.components = home_strategy(variable).place_stacked(stacked)
+    if read_aggregation(variable) == "none":
+        return PerReplica.from_stacked(variable.components)
+    return variable._value
+
+
+def no_cross_replica_add(variable: Any) -> str:
+    """The text of the error for an assign_add that no replica makes."""
+    return (
+        f"Expected assign_add or assign_sub on {describe(variable)} inside strategy.run, where "
+        "each replica adds to its own component. Got it in cross-replica context, where the share "
+        "of each replica is unknown. Do it (or the metric's update_state) in the function that "
+        "strategy.run calls, or use assign for the aggregate."
+    )
 
 
 def home_strategy(variable: Any) -> Any:
@@ -278,11 +324,16 @@ def user_line() -> str:
     """`file:line` of the innermost frame outside Stratagem, Keras and JAX."""
     frame = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in {"stratagem", "keras", "jax", "contextlib"}:
+        if is_user_frame(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "an unknown line"
+
+
+def is_user_frame(frame: Any) -> bool:
+    """True for a frame outside Stratagem, Keras and JAX."""
+    module = frame.f_globals.get("__name__", "").partition(".")[0]
+    return module not in {"stratagem", "keras", "jax", "contextlib"}
 
 
 def describe(variable: Any) -> str:

@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).parents[2] / "src" / "stratagem"
 MAX_LINES = 400
 
 # Top to bottom: a room imports itself and the rooms below it. Rooms on one line do not know each
-# other. `__init__` and what has its shape (`nn`, ...) only collects public names.
+# other. `__init__` only collects public names.
 ROOMS = (
     ("__init__",),
+    ("cluster_resolver", "experimental", "function", "nn"),
     ("keras_bridge",),
     ("strategies",),
     ("data",),
@@ -22,6 +23,7 @@ ROOMS = (
     ("variables",),
     ("collectives",),
     ("values",),
+    ("cluster",),
     ("config",),
     ("context",),
     ("_keras", "_jax"),
@@ -29,7 +31,10 @@ ROOMS = (
 )
 
 # In-function imports are for optional dependencies: file -> the modules it may import so.
-OPTIONAL_IMPORTS: dict[str, set[str]] = {}
+OPTIONAL_IMPORTS: dict[str, set[str]] = {
+    "cluster/gce.py": {"google.auth", "googleapiclient"},
+    "cluster/kubernetes.py": {"kubernetes"},
+}
 
 COLLECTIVES = {"psum", "ppermute", "all_gather", "psum_scatter", "all_to_all"}
 # Private names of a library, and the only file that may use them.

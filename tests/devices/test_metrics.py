@@ -265,9 +265,80 @@ def test_any_custom_metric_of_fit_equals_one_device(strategies, replicas):
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
     summed = {m.name: not any(map(variables.is_replicated_metric, m.variables))
-              for m in model._compile_metrics.metrics[0].metrics}  # fmt: skip
+              for m in model._compile_metrics.metrics}  # fmt: skip
     assert summed == {
         "welford": False, "largest": False, "ratio": False, "batches": False, "composite": True,
         "batch_r2": False, "rows_error": True, "huber_loss": False,
         "pearson_correlation": False, "mae": True,
     }  # fmt: skip
+
+
+def test_a_metric_that_is_no_sum_equals_one_device_in_a_custom_loop(strategies):
+    random = np.random.default_rng(2)
+    batches = [random.normal(size=(rows, 2)).astype("float32") for rows in (5, 3)]
+    plain = [Welford(), Largest(), LastRatio()]
+    for batch in batches:
+        for metric in plain:
+            metric.update_state(batch, batch)
+    strategy = strategies[2]
+    with strategy.scope():
+        metrics = [Welford(), Largest(), LastRatio()]
+
+    def step(rows):
+        for metric in metrics:
+            metric.update_state(rows, rows)
+
+    for batch in batches:
+        strategy.run(step, args=(stratagem.PerReplica([batch[:3], batch[3:]]),))
+    for metric, want in zip(metrics, plain, strict=True):
+        np.testing.assert_allclose(metric.result(), want.result(), rtol=1e-5, err_msg=metric.name)
+        metric.reset_state()
+        assert not np.any([v.numpy() for v in metric.variables])
+
+
+def test_a_scalar_cannot_update_a_metric_that_is_no_sum_in_a_custom_loop(strategies):
+    with strategies[2].scope():
+        metric = Largest()
+    with pytest.raises(ValueError, match=r"(?s)tensors with rows.*'largest' \(Largest\).*outside"):
+        strategies[2].run(
+            lambda: metric.update_state(None, stratagem.get_replica_context()
+                                        .replica_id_in_sync_group.astype("float32"))
+        )  # fmt: skip
+
+
+def test_a_metric_starts_from_its_initial_value_once(strategies):
+    with strategies[4].scope():
+        metric = Largest()
+    assert metric.result() == -5
+
+
+class MeanLossModel(keras.Model):
+    """Keeps its loss in a Mean that it updates with one number a batch, as Keras' guides do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.tracker = M.Mean(name="tracked")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = ops.mean(ops.square(y - y_pred))
+        self.tracker.update_state(loss)
+        return loss
+
+
+def test_a_mean_of_scalars_counts_batches_not_replicas(strategies):
+    x, y = np.arange(10, dtype="float32").reshape(5, 2), np.zeros((5, 1), "float32")
+
+    def history(model):
+        model.compile(keras.optimizers.SGD(0.0), jit_compile=True)
+        return model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+
+    want = history(MeanLossModel())
+    with strategies[2].scope():
+        model = MeanLossModel()
+    got = history(model)
+    np.testing.assert_allclose(got["tracked"], want["tracked"], rtol=1e-6)
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)

@@ -68,7 +68,7 @@ def data(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 
 
 def build(case: Case, *, synchronized: bool) -> keras.Model:
-    """A compiled model; `synchronized` is the argument that plain Keras knows on TensorFlow only."""
+    """A compiled model; plain Keras has `synchronized` on TensorFlow alone."""
     keras.utils.set_random_seed(case.seed)
     layers = keras.layers
     own = {

@@ -26,7 +26,7 @@ from stratagem.data.policy import (
     check_input_options,
 )
 from stratagem.data.spec import distribute_spec, spec_of
-from stratagem.values import PerReplica
+from stratagem.values import regroup
 
 logger = logging.getLogger("stratagem")
 
@@ -209,7 +209,11 @@ def values_from_function(value_fn: Callable[[ValueContext], Any], num_replicas: 
         num_replicas: replicas to make values for.
 
     Returns:
-        A `PerReplica`, also when all values are equal; with one replica the value itself.
+        A `PerReplica`, also when all values are equal, for each leaf of a structure; with one
+        replica the value itself.
+
+    Raises:
+        ValueError: the replicas' values differ in structure.
     """
     values = [value_fn(ValueContext(i, num_replicas)) for i in range(num_replicas)]
-    return values[0] if num_replicas == 1 else PerReplica(values)
+    return values[0] if num_replicas == 1 else regroup(values)

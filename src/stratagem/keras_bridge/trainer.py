@@ -215,16 +215,16 @@ class ModelStep:
         if not self._said:
             self._said = True
             _log.info(
-                "%s: %d rows a step on %d replicas %s, %s rows each; %d variables, %d parameters "
-                "on each replica; gradients meet by %s",
+                "%s: %d rows a step, %s on %s; %d variables (%d values) on each%s",
                 self._kind,
                 total,
-                len(rows),
-                list(self._strategy.worker_devices),
-                "/".join(map(str, sorted(set(rows), reverse=True))),
+                "+".join(map(str, rows)),
+                ", ".join(self._strategy.worker_devices),
                 len(self._flat),
                 sum(int(np.prod(v.shape)) for v in self._flat),
-                type(self._strategy.cross_device_ops).__name__,
+                f"; combined by {type(self._strategy.cross_device_ops).__name__}"
+                if len(rows) > 1
+                else "",
             )
         return rows
 

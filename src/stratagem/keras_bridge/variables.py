@@ -98,14 +98,20 @@ def _assign_sub(original: Any, self: Any, value: Any) -> Any:
 
 
 def _add(original: Any, self: Any, value: Any, sign: int) -> Any:
-    if context.current().trace is None or not _keras.in_stateless_scope():
+    frame = context.current()
+    if not _keras.in_stateless_scope() and variables.has_components(self):
+        delta = self._convert_to_tensor(value, dtype=self._dtype)
+        return variables.add_to_components(self, sign * delta)
+    if frame.trace is None or not _keras.in_stateless_scope():
         return original(self, value)
     delta = self._convert_to_tensor(value, dtype=self._dtype)
     combined = effects.add(self, delta)
     if combined is None:
         return original(self, value)
+    one_component = variables.is_on_read(self) and frame.replica is None
+    old = frame.trace.scope.local_value(self) if one_component else self.value
     assign = _keras.JaxVariable.assign._stratagem_original
-    return assign(self, self.value + sign * combined)
+    return assign(self, old + sign * combined)
 
 
 def _add_weight(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,18 +42,19 @@ def write(variable: Any, value: Any) -> Any:
 
 
 def add(variable: Any, delta: Any) -> Any | None:
-    """The combined `delta` of an assign_add in the current frame; None if it is not combined."""
+    """The combined `delta` of an assign_add in the current frame; None if it is not combined.
+
+    In cross-replica context each component of an on-read variable takes the same delta.
+    """
     frame = context.current()
     if frame.strategy.num_replicas_in_sync == 1 or frame.trace.synchronized:
         return None
     if variables.is_on_read(variable):
-        if frame.replica is None and variables.read_aggregation(variable) == "sum":
-            raise ValueError(
-                f"Expected assign_add on {variables.describe(variable)} inside strategy.run, or "
-                "assign outside it. Got assign_add in cross-replica context, where the share of "
-                "each replica is unknown."
-            )
-        return None
+        if frame.replica is not None:
+            return None
+        if variables.read_aggregation(variable) == "sum":
+            raise ValueError(variables.no_cross_replica_add(variable))
+        return delta
     if frame.replica is None or variable.aggregation == "none":
         return None
     (combined,) = primitives.all_reduce([delta], [_op(variable)], frame)

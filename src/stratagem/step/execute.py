@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -10,12 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 
 from stratagem import context, variables
-from stratagem.errors import UnevenShapesError
 from stratagem.step import effects, invariance, tape, uneven
+from stratagem.step.arguments import Argument, describe, flatten, key_of, row_classes
 from stratagem.step.lower import boundary, evaluate
 from stratagem.step.trace import (
     NO_ROWS,
@@ -26,27 +26,10 @@ from stratagem.step.trace import (
     Trace,
     trace,
 )
-from stratagem.values import Mirrored, PerReplica, is_distributed
+from stratagem.values import IndexedSlices, PerReplica, check_count, is_distributed, is_whole
 
 _log = logging.getLogger("stratagem")
 _MANY_TRACES = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """How one dynamic argument enters: `shapes[r]` on replica r, or the same array on all."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: Any
-    split: bool
-
-    @property
-    def even(self) -> bool:
-        return len(set(self.shapes)) == 1
-
-    @property
-    def padded(self) -> tuple[int, ...]:
-        return tuple(max(sizes) for sizes in zip(*self.shapes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +65,9 @@ class Compiled:
         self._components = [split and variables.is_on_read(v) for v in self._given]
         self._kept_components = [split and variables.is_on_read(v) for v in self._kept]
         self._result_shapes = _result_shapes(programs, members)
+        self._sparse = _has_slices(program.out_tree)
+        # The default strategy owns no variable: what it writes goes back to where it belongs.
+        self._foreign = context.is_default(strategy)
 
     def state(self) -> tuple[list[Any], list[Any]]:
         """The values of the donated and of the other variables."""
@@ -105,16 +91,15 @@ class Compiled:
         results, state = self.function(given, kept, self.pack(values))
         return self.unpack(results), list(zip(self._given, state, strict=True))
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        """Runs one step on the dynamic arguments and stores the variables' new values."""
-        given, kept = self.state()
-        results, state = self.function(given, kept, self.pack(values))
+    def store(self, state: Sequence[Any]) -> None:
+        """Gives the written variables their new values."""
         for variable, component, value in zip(self._given, self._components, state, strict=True):
             if component:
                 variable.components = value
+            elif self._foreign:
+                variable._direct_assign(value)
             else:
                 variable._value = value
-        return self.unpack(results)
 
     def pack(self, values: Sequence[Any]) -> list[Any]:
         """Arguments in the layout of the program's boundary."""
@@ -149,7 +134,26 @@ class Compiled:
                 value = _per_replica(value, self._result_shapes[position])
             leaves.append(value)
             position += 1
-        return jax.tree.unflatten(self.program.out_tree, leaves)
+        result = jax.tree.unflatten(self.program.out_tree, leaves)
+        if self._sparse and not one:
+            return jax.tree.map(_whole, result, is_leaf=is_whole)
+        return result
+
+
+def _has_slices(tree: Any) -> bool:
+    result = jax.tree.unflatten(tree, [None] * tree.num_leaves)
+    return any(isinstance(x, IndexedSlices) for x in jax.tree.leaves(result, is_leaf=is_whole))
+
+
+def _whole(leaf: Any) -> Any:
+    """IndexedSlices of PerReplica values as the PerReplica of IndexedSlices that they are."""
+    if not isinstance(leaf, IndexedSlices) or not isinstance(leaf.values, PerReplica):
+        return leaf
+    values = leaf.values.values
+    same = (leaf.indices,) * len(values)
+    indices = leaf.indices.values if isinstance(leaf.indices, PerReplica) else same
+    pairs = zip(values, indices, strict=True)
+    return PerReplica([IndexedSlices(v, i, leaf.dense_shape) for v, i in pairs])
 
 
 def _value(variable: Any, component: bool) -> Any:
@@ -208,7 +212,9 @@ class Executor:
     def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `fn` as one compiled program; traces it at the first call with new shapes."""
         compiled, values = self.prepare(fn, args, kwargs)
-        return compiled(values)
+        results, state = compiled.function(*compiled.state(), compiled.pack(values))
+        compiled.store(state)
+        return compiled.unpack(results)
 
     def prepare(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, fit: Fit | None = None
@@ -221,17 +227,20 @@ class Executor:
             kwargs: keyword arguments.
             fit: how the step of a Keras model differs from one of `run`.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+        leaves, tree = flatten((args, kwargs))
         values: list[Any] = []
         described = []
         for leaf in leaves:
-            what = _describe(leaf)
+            what = describe(leaf)
             described.append(what)
             if isinstance(what, Argument):
                 values.append(leaf)
-        key = (fn, tree, tuple(map(_key, described)), fit)
+        key = (fn, tree, tuple(map(key_of, described)), fit)
         compiled = self._cache.get(key)
         if compiled is None:
+            for leaf in leaves:
+                if is_distributed(leaf):
+                    check_count(leaf, self._strategy)
             compiled = self._compile(fn, tree, described, fit)
             self._cache[key] = compiled
         return compiled, values
@@ -248,7 +257,7 @@ class Executor:
         strategy = self._strategy
         arguments = [d for d in described if isinstance(d, Argument)]
         rows = None if fit is None else fit.rows
-        members, representatives = _row_classes(arguments, strategy.num_replicas_in_sync, rows)
+        members, representatives = row_classes(arguments, strategy.num_replicas_in_sync, rows)
         classes = [
             (
                 RowClass(i, members, None if rows is None else rows[r] / sum(rows)),
@@ -285,7 +294,7 @@ class Executor:
             if mesh is not None:
                 first.jaxpr = invariance.simplify(first.jaxpr, inputs)
                 invariance.check(first, inputs)
-            run: Any = lambda values: evaluate(first.jaxpr, values)  # noqa: E731
+            run: Any = functools.partial(evaluate, first.jaxpr)
         else:
             run = uneven.merge(programs, members, inputs)
         function = boundary(first, run, mesh, split)
@@ -322,66 +331,6 @@ def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit) 
     if not fit.rows_out:
         vary = invariance.varying(program.jaxpr.jaxpr, invariance.input_state(program, split))
         program.jaxpr = effects.average_outputs(program.jaxpr, program.num_outputs, vary, frame)
-
-
-def _row_classes(
-    arguments: list[Argument], replicas: int, weights: Any
-) -> tuple[tuple[int, ...], list[int]]:
-    """Class of each replica, and for each class a replica that represents it."""
-    seen: dict[Any, int] = {}
-    members = []
-    representatives: list[int] = []
-    for r in range(replicas):
-        shapes = tuple(a.shapes[r] for a in arguments if a.split)
-        if weights is not None and weights[r] == 0:
-            members.append(NO_ROWS)
-            continue
-        if shapes not in seen:
-            seen[shapes] = len(representatives)
-            representatives.append(r)
-        members.append(seen[shapes])
-    return tuple(members), representatives
-
-
-def _is_leaf(value: Any) -> bool:
-    return is_distributed(value) or isinstance(value, keras.Variable)
-
-
-def _describe(leaf: Any) -> Any:
-    """An Argument for what the program takes as input; the leaf itself for what it knows."""
-    if isinstance(leaf, PerReplica):
-        stacked = leaf.stacked
-        if stacked is not None:
-            return Argument((stacked.shape[1:],) * stacked.shape[0], stacked.dtype, True)
-        return _describe_parts(leaf)
-    if isinstance(leaf, Mirrored):
-        return Argument((np.shape(leaf.value),), jnp.asarray(leaf.value).dtype, False)
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return Argument((leaf.shape,), jax.dtypes.canonicalize_dtype(leaf.dtype), False)
-    return leaf
-
-
-def _describe_parts(leaf: PerReplica) -> Argument:
-    parts = leaf.values
-    shapes = tuple(tuple(np.shape(p)) for p in parts)
-    dtypes = {jnp.result_type(p) for p in parts}
-    if len({len(s) for s in shapes}) > 1 or len(dtypes) > 1:
-        raise UnevenShapesError(
-            "Expected parts of one rank and dtype on all replicas. Got "
-            + ", ".join(f"replica {i}: {s} {jnp.result_type(p)}"
-                        for i, (s, p) in enumerate(zip(shapes, parts, strict=True)))
-            + ". Make every replica's part with the same function."
-        )  # fmt: skip
-    return Argument(shapes, dtypes.pop(), True)
-
-
-def _key(described: Any) -> Any:
-    try:
-        hash(described)
-    except TypeError:
-        return ("object", id(described))
-    # True == 1 == 1.0, but they make different programs.
-    return described if isinstance(described, Argument) else (type(described), described)
 
 
 def _as_local(value: Any, described: Any, replica: Any) -> Any:

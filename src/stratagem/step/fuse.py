@@ -25,6 +25,22 @@ class Level:
     reduces: list[JaxprEqn]
     gathers: list[JaxprEqn]
 
+    @property
+    def operands(self) -> list[Any]:
+        """What the replicas contribute to the fused all-reduce."""
+        return [v for eqn in self.reduces for v in eqn.invars]
+
+    @property
+    def totals(self) -> list[Any]:
+        """The results of the fused all-reduce, in the order of the operands."""
+        return [v for eqn in self.reduces for v in eqn.outvars]
+
+    @property
+    def fused(self) -> dict[str, Any]:
+        """The parameters of the one all-reduce that stands for all of them."""
+        ops = tuple(op for eqn in self.reduces for op in eqn.params["ops"])
+        return {**self.reduces[0].params, "ops": ops}
+
 
 def schedule(jaxpr: Any) -> list[Level]:
     """The live equations of an (open) jaxpr by level; the last level has no collectives."""

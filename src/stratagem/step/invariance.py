@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from stratagem import variables
-from stratagem.errors import ReplicaDependentWriteError
+from stratagem.errors import ReplicaBranchError, ReplicaDependentWriteError
 from stratagem.step import primitives
+from stratagem.step.fuse import COLLECTIVES
 from stratagem.step.program import bind, read_all, write_all
 from stratagem.step.trace import Program
-
-_MAKE_INVARIANT = (primitives.all_reduce_p, primitives.all_gather_p)
 
 
 def varying(jaxpr: Any, inputs: Sequence[bool], whole: bool = False) -> dict[Any, bool]:
@@ -48,25 +47,48 @@ def _through(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
 
 def _outputs(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
     name = eqn.primitive.name
-    if eqn.primitive in _MAKE_INVARIANT:
+    if eqn.primitive in COLLECTIVES:
         return [False] * len(eqn.outvars)
-    if eqn.primitive is primitives.replica_id_p:
-        return [True]
+    if eqn.primitive is primitives.replica_id_p or name == "io_callback":  # the host may say more
+        return [True] * len(eqn.outvars)
     if name == "scan":
         return _scan(eqn, read)
     if name == "while":
         return _while(eqn, read)
     if name == "cond":
+        _refuse_waiting(eqn, read[0])
         branches = [_through(b, read[1:]) for b in eqn.params["branches"]]
         return [read[0] or any(outs) for outs in zip(*branches, strict=True)]
-    inner = list(jaxprs_in_params(eqn.params))
     body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if body is not None and len(getattr(body, "jaxpr", body).invars) == len(read):
         outs = _through(body, read)
         if len(outs) == len(eqn.outvars):
             return outs
-    mentions_id = any("replica_id" in str(j) for j in inner)
-    return [mentions_id or any(read)] * len(eqn.outvars)
+    knows_id = any(
+        contains(inner, (primitives.replica_id_p,)) for inner in jaxprs_in_params(eqn.params)
+    )
+    return [knows_id or any(read)] * len(eqn.outvars)
+
+
+def contains(jaxpr: Any, which: Sequence[Any]) -> bool:
+    """True when an (open) jaxpr, or one inside it, has an equation of one of these primitives."""
+    return any(
+        eqn.primitive in which
+        or any(contains(inner, which) for inner in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _refuse_waiting(eqn: JaxprEqn, condition_varies: bool) -> None:
+    """A collective that some replicas reach and others do not never returns."""
+    bodies = jaxprs_in_params(eqn.params)
+    if condition_varies and any(contains(body, COLLECTIVES) for body in bodies):
+        raise ReplicaBranchError(
+            "Expected all replicas to take part in each all_reduce and all_gather. Got one inside "
+            f"a {eqn.primitive.name!r} whose condition differs between replicas: those that do "
+            "not reach it would keep the others waiting for ever. Move it out, and choose "
+            "between values with jnp.where."
+        )
 
 
 def _scan(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
@@ -87,6 +109,7 @@ def _while(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
     state = read[cond_consts + body_consts :]
     while True:
         (stop,) = _through(eqn.params["cond_jaxpr"], [*conds, *state])
+        _refuse_waiting(eqn, stop)
         outs = _through(eqn.params["body_jaxpr"], [*bodies, *state])
         # Replicas that leave the loop at different times end with different values.
         merged = [stop or a or b for a, b in zip(state, outs, strict=True)]
@@ -155,9 +178,7 @@ def check(program: Program, inputs: Sequence[bool]) -> None:
     offenders = [
         program.variables[i]
         for i, out in zip(program.written, outs, strict=True)
-        if not isinstance(out, Literal)
-        and state[out]
-        and not _varies(program.variables[i])
+        if not isinstance(out, Literal) and state[out] and not _varies(program.variables[i])
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))

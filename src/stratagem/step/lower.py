@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from stratagem import variables
 from stratagem.step import primitives
-from stratagem.step.fuse import Level, schedule
+from stratagem.step.fuse import schedule
 from stratagem.step.program import bind, read_all, write_all
 from stratagem.step.trace import Program
 
@@ -29,7 +30,11 @@ def evaluate(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     for level in schedule(closed.jaxpr):
         for eqn in level.eqns:
             write_all(env, eqn.outvars, perform(eqn, read_all(env, eqn.invars)))
-        communicate(level, env)
+        if level.reduces:
+            totals = run_all_reduce(*read_all(env, level.operands), **level.fused)
+            write_all(env, level.totals, totals)
+        for eqn in level.gathers:
+            env[eqn.outvars[0]] = run_all_gather(*read_all(env, eqn.invars), **eqn.params)
     return read_all(env, closed.jaxpr.outvars)
 
 
@@ -44,19 +49,45 @@ def perform(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return bind(eqn, values)
 
 
-def communicate(level: Level, env: dict[Any, Any]) -> None:
-    """The collectives of a level: one fused all-reduce, and its gathers."""
-    if level.reduces:
-        operands = [v for eqn in level.reduces for v in read_all(env, eqn.invars)]
-        ops = tuple(op for eqn in level.reduces for op in eqn.params["ops"])
-        first = level.reduces[0].params
-        totals = primitives.run_all_reduce(
-            *operands, ops=ops, via=first["via"], replicas=first["replicas"]
-        )
-        write_all(env, [v for eqn in level.reduces for v in eqn.outvars], totals)
-    for eqn in level.gathers:
-        (value,) = read_all(env, eqn.invars)
-        env[eqn.outvars[0]] = primitives.run_all_gather(value, **eqn.params)
+def run_all_reduce(
+    *values: Any, ops: tuple[str, ...], via: Any, replicas: int, weight: float | None = None
+) -> list[Any]:
+    """What an all-reduce does inside the compiled program."""
+    del weight  # concerns the gradient alone
+    first = jax.lax.axis_index(primitives.AXIS) == 0
+    sent = [
+        jnp.where(first, v, jnp.zeros_like(v)) if op == "first" else v
+        for v, op in zip(values, ops, strict=True)
+    ]
+    sums = via.all_reduce(sent, primitives.AXIS, replicas)
+    return [
+        primitives.divide(s, replicas) if op == "mean" else s
+        for s, op in zip(sums, ops, strict=True)
+    ]
+
+
+def run_all_gather(
+    value: Any, *, sizes: tuple[int, ...], via: Any, weight: float | None = None
+) -> Any:
+    """What an all-gather does inside the compiled program: pad, gather, cut, join."""
+    del weight
+    largest = max(sizes)
+    padding = [(0, largest - value.shape[0])] + [(0, 0)] * (value.ndim - 1)
+    stacked = via.all_gather(jnp.pad(value, padding), primitives.AXIS, len(sizes))
+    return jnp.concatenate([stacked[r, :size] for r, size in enumerate(sizes)])
+
+
+# For those inside a loop or a branch, which JAX lowers.
+_lowerings = {
+    primitives.all_reduce_p: run_all_reduce,
+    primitives.all_gather_p: run_all_gather,
+    primitives.replica_id_p: lambda: jax.lax.axis_index(primitives.AXIS),
+    primitives.mark_p: lambda x, **_: x,
+}
+for _primitive, _rule in _lowerings.items():
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_rule, multiple_results=_primitive.multiple_results)
+    )
 
 
 def state_spec(program: Program, variable: Any) -> PartitionSpec:

@@ -1,8 +1,6 @@
 """The few operations that a traced step knows beyond JAX's own, and how they differentiate.
 
-They are bound while a step is traced, outside any mesh. `step/lower.py` gives the top-level ones
-their meaning, each a call into the collectives room; the lowering rules here serve those that sit
-inside a loop or a branch.
+They are bound while a step is traced, outside any mesh. `step/lower.py` gives them their meaning.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 AXIS = "replica"  # the one mesh axis of a synchronous program
 
@@ -57,36 +55,11 @@ def cotangent_weight(frame: Any) -> float | None:
     return None if rows.even else rows.weight
 
 
-def run_all_reduce(
-    *values: Any, ops: tuple[str, ...], via: Any, replicas: int, weight: float | None = None
-) -> list[Any]:
-    """What an all-reduce does inside the compiled program."""
-    del weight  # concerns the gradient alone
-    first = jax.lax.axis_index(AXIS) == 0
-    sent = [
-        jnp.where(first, v, jnp.zeros_like(v)) if op == "first" else v
-        for v, op in zip(values, ops, strict=True)
-    ]
-    sums = via.all_reduce(sent, AXIS, replicas)
-    return [divide(s, replicas) if op == "mean" else s for s, op in zip(sums, ops, strict=True)]
-
-
 def divide(total: jax.Array, count: Any) -> jax.Array:
     """`total / count` in total's dtype; integers become float32 (TF: float64)."""
     if jnp.issubdtype(total.dtype, jnp.inexact):
         return total / jnp.asarray(count, total.dtype)
     return total.astype(jnp.float32) / jnp.asarray(count, jnp.float32)
-
-
-def run_all_gather(
-    value: Any, *, sizes: tuple[int, ...], via: Any, weight: float | None = None
-) -> Any:
-    """What an all-gather does inside the compiled program: pad, gather, cut, join."""
-    del weight
-    largest = max(sizes)
-    padding = [(0, largest - value.shape[0])] + [(0, 0)] * (value.ndim - 1)
-    stacked = via.all_gather(jnp.pad(value, padding), AXIS, len(sizes))
-    return jnp.concatenate([stacked[r, :size] for r, size in enumerate(sizes)])
 
 
 def _mean_dtype(aval: Any, op: str) -> Any:
@@ -189,11 +162,6 @@ ad.primitive_jvps[all_reduce_p] = _all_reduce_jvp
 ad.primitive_transposes[all_reduce_p] = _all_reduce_transpose
 batching.primitive_batchers[all_reduce_p] = _all_reduce_batch
 ad.deflinear2(all_gather_p, _all_gather_transpose)
-mlir.register_lowering(all_reduce_p, mlir.lower_fun(run_all_reduce, multiple_results=True))
-mlir.register_lowering(all_gather_p, mlir.lower_fun(run_all_gather, multiple_results=False))
-mlir.register_lowering(
-    replica_id_p, mlir.lower_fun(lambda: jax.lax.axis_index(AXIS), multiple_results=False)
-)
 
 
 def _mark_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -205,4 +173,3 @@ batching.primitive_batchers[mark_p] = lambda args, dims, **params: (
     mark_p.bind(*args, **params),
     dims[0],
 )
-mlir.register_lowering(mark_p, mlir.lower_fun(lambda x, **_: x, multiple_results=False))

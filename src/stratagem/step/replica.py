@@ -35,9 +35,8 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> Any:
         """This replica's id, int32 scalar tensor (0 as a Python int in the default context)."""
-        if self._replica_id is not None:
-            return self._replica_id
-        return replica_id(context.current())
+        frame = self._frame("replica_id_in_sync_group")
+        return replica_id(frame) if self._replica_id is None else self._replica_id
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Combines each tensor of a structure over all replicas; every replica gets the result.

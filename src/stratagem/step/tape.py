@@ -19,8 +19,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from stratagem import context
 from stratagem.step import primitives
+from stratagem.step.invariance import contains
 from stratagem.step.program import bind, read_all, write_all
 from stratagem.step.trace import Facts, Program
+
+_PLACEHOLDERS = (primitives.tape_start_p, primitives.gradient_p)
 
 
 class GradientTape:
@@ -75,7 +78,7 @@ class GradientTape:
     def _watch_variable(self, variable: Any) -> None:
         scope = self._trace.scope
         value = scope.local_value(variable)
-        if jnp.issubdtype(value.dtype, jnp.inexact):
+        if _is_real(value):
             marked = primitives.mark_p.bind(value, kind="watch", key=(self._key, id(variable)))
             scope.state_mapping[id(variable)] = marked
             self._watched[id(variable)] = marked
@@ -119,12 +122,10 @@ class GradientTape:
         leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
         values = [self._source(leaf) for leaf in leaves]
         weights = [jnp.asarray(w) for w in jax.tree.leaves(output_gradients)]
-        if output_gradients is not None and len(weights) != len(targets):
-            raise ValueError(
-                f"Expected one output gradient a target, {len(targets)}. Got {len(weights)}."
-            )
+        _check_targets(targets, None if output_gradients is None else weights)
         trace = self._trace
-        call = trace.gradients = getattr(trace, "gradients", -1) + 1
+        call = trace.gradients
+        trace.gradients += 1
         grads = primitives.gradient_p.bind(
             self._start,
             *targets,
@@ -135,8 +136,7 @@ class GradientTape:
             sources=len(values),
         )
         if unconnected_gradients == "none":
-            missing = trace.facts.unconnected
-            grads = [None if (call, i) in missing else g for i, g in enumerate(grads)]
+            grads = [None if trace.is_unconnected(call, i) else g for i, g in enumerate(grads)]
         return jax.tree.unflatten(tree, grads)
 
     def _source(self, leaf: Any) -> Any:
@@ -144,8 +144,9 @@ class GradientTape:
             return jnp.asarray(leaf)
         if id(leaf) in self._watched:
             return self._watched[id(leaf)]
-        # Not watched: known to be unconnected, or met first in this attempt at the trace.
-        return self._trace.scope.local_value(leaf)
+        # Not watched (or met first in this attempt at the trace): a name that nothing else uses.
+        value = self._trace.scope.local_value(leaf)
+        return primitives.mark_p.bind(value, kind="unwatched", key=self._key)
 
 
 def value_and_grad(
@@ -171,6 +172,36 @@ def value_and_grad(
     return wrapped
 
 
+def _check_targets(targets: Sequence[jax.Array], weights: Sequence[jax.Array] | None) -> None:
+    wrong = [f"target {i}: {t.dtype}" for i, t in enumerate(targets) if not _is_real(t)]
+    if wrong or not targets:
+        raise ValueError(
+            f"Expected float tensors to differentiate. Got {', '.join(wrong) or 'no target'}. "
+            "Pass the loss, or cast it to a float dtype inside the tape."
+        )
+    if weights is None:
+        return
+    if len(weights) != len(targets):
+        raise ValueError(
+            f"Expected one output gradient a target, {len(targets)}. Got {len(weights)}."
+        )
+    wrong = [
+        f"target {i}: shape {t.shape}, output gradient {w.shape}"
+        for i, (t, w) in enumerate(zip(targets, weights, strict=True))
+        if w.shape not in ((), t.shape)
+    ]
+    if wrong:
+        raise ValueError(
+            "Expected output gradients shaped like the targets, or scalars. Got "
+            + ", ".join(wrong)
+            + "."
+        )
+
+
+def _is_real(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, keras.Variable)
 
@@ -182,7 +213,7 @@ def resolve(program: Program, facts: Facts) -> Program:
         calls = [i for i, e in enumerate(closed.jaxpr.eqns) if e.primitive is primitives.gradient_p]
         if not calls:
             break
-        _note_unconnected(closed, calls[0], facts)
+        _note_unconnected(closed, calls[0], facts, program.rows.index)
         closed = _differentiate(closed, calls[0])
     _refuse_nested(closed)
     program.jaxpr = closed
@@ -217,16 +248,17 @@ def _operands(gradient: JaxprEqn) -> tuple[Any, list[Any], list[Any], list[Any]]
     return atoms[0], atoms[1 : 1 + targets], atoms[1 + targets : stop], atoms[stop:]
 
 
-def _note_unconnected(closed: ClosedJaxpr, call: int, facts: Facts) -> None:
+def _note_unconnected(closed: ClosedJaxpr, call: int, facts: Facts, row_class: int) -> None:
     eqns = closed.jaxpr.eqns
     _, targets, sources, _ = _operands(eqns[call])
     used = {v for i in _slice(eqns, call) for v in eqns[i].invars if not isinstance(v, Literal)}
     used.update(t for t in targets if not isinstance(t, Literal))
     for i, source in enumerate(sources):
-        key = (eqns[call].params["call"], i)
-        if (isinstance(source, Literal) or source not in used) and key not in facts.unconnected:
-            facts.unconnected.add(key)
-            facts.dirty = True
+        if isinstance(source, Literal) or source not in used or not _is_real(source.aval):
+            classes = facts.unconnected.setdefault((eqns[call].params["call"], i), set())
+            if row_class not in classes:
+                classes.add(row_class)
+                facts.dirty = True
 
 
 def _differentiate(closed: ClosedJaxpr, call: int) -> ClosedJaxpr:
@@ -235,7 +267,8 @@ def _differentiate(closed: ClosedJaxpr, call: int) -> ClosedJaxpr:
     _, targets, sources, weights = _operands(eqns[call])
     inside = _slice(eqns, call)
     made = [v for i in inside for v in eqns[i].outvars]
-    distinct = list(dict.fromkeys(s for s in sources if not isinstance(s, Literal)))
+    real = (s for s in sources if not isinstance(s, Literal) and _is_real(s.aval))
+    distinct = list(dict.fromkeys(real))
     outer = [s for s in distinct if s not in made]
     inner = [s for s in distinct if s in made]
 
@@ -270,11 +303,8 @@ def _differentiate(closed: ClosedJaxpr, call: int) -> ClosedJaxpr:
         outer_grads, inner_grads = pull(seeds)
         grads = dict(zip([*outer, *inner], [*outer_grads, *inner_grads], strict=True))
         for out, source in zip(eqns[call].outvars, sources, strict=True):
-            env[out] = (
-                jnp.zeros(out.aval.shape, out.aval.dtype)
-                if isinstance(source, Literal)
-                else grads[source]
-            )
+            zero = jnp.zeros(out.aval.shape, out.aval.dtype)
+            env[out] = zero if isinstance(source, Literal) else grads.get(source, zero)
         _run_what_can(env, eqns, list(range(call + 1, len(eqns))))
         return read_all(env, jaxpr.outvars)
 
@@ -294,11 +324,9 @@ def _run_what_can(env: dict[Any, Any], eqns: Sequence[JaxprEqn], which: list[int
 
 def _refuse_nested(closed: ClosedJaxpr) -> None:
     for eqn in closed.jaxpr.eqns:
-        for inner in jaxprs_in_params(eqn.params):
-            text = str(inner)
-            if " gradient[" in text or " tape_start[" in text:
-                raise RuntimeError(
-                    f"Expected GradientTape at the top level of a step. Got one inside "
-                    f"{eqn.primitive.name!r} (jax.jit, a loop or a branch). Use jax.grad or "
-                    "jax.value_and_grad there, or move the tape out."
-                )
+        if any(contains(inner, _PLACEHOLDERS) for inner in jaxprs_in_params(eqn.params)):
+            raise RuntimeError(
+                f"Expected GradientTape at the top level of a step. Got one inside "
+                f"{eqn.primitive.name!r} (jax.jit, a loop or a branch). Use jax.grad or "
+                "jax.value_and_grad there, or move the tape out."
+            )

@@ -39,7 +39,8 @@ class Facts:
 
     variables: dict[int, Any] = dataclasses.field(default_factory=dict)
     exchanges: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
-    unconnected: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    # Row classes in which source i of gradient call c has no influence on the target.
+    unconnected: dict[tuple[int, int], set[int]] = dataclasses.field(default_factory=dict)
     dirty: bool = False
 
 
@@ -73,8 +74,14 @@ class Trace:
         self.rows = rows
         self.synchronized = 0  # >0 while an optimizer applies gradients that are already reduced
         self.tapes = 0
+        self.gradients = 0
         self._exchanges = 0
         self.scope: ProgramScope | None = None
+
+    def is_unconnected(self, call: int, source: int) -> bool:
+        """True for a source of a gradient that has no influence on its target on any replica."""
+        classes = self.facts.unconnected.get((call, source), set())
+        return classes >= set(self.rows.members) - {NO_ROWS}
 
     def exchange(self, number: int) -> tuple[int, ...]:
         """Tells every replica's `number` to all of them, while tracing. `[replicas]`.
@@ -154,6 +161,20 @@ class Program:
     @property
     def num_outputs(self) -> int:
         return len(self.jaxpr.jaxpr.outvars) - len(self.written)
+
+    def write_all_of(self, written: list[int]) -> None:
+        """Makes the program write these variables, some perhaps with the value they had."""
+        if written == self.written:
+            return
+        closed, old, count = self.jaxpr, self.written, self.num_outputs
+
+        def program(*args: Any) -> list[Any]:
+            values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+            state = dict(zip(old, values[count:], strict=True))
+            return [*values[:count], *(state.get(i, args[i]) for i in written)]
+
+        self.jaxpr = jax.make_jaxpr(program)(*closed.in_avals)
+        self.written = written
 
 
 def trace(
@@ -278,8 +299,8 @@ def _branch_error(error: Exception) -> ReplicaBranchError:
     where = ""
     traceback = error.__traceback__
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if "site-packages" not in code.co_filename and "stratagem" not in code.co_filename:
+        if variables.is_user_frame(traceback.tb_frame):
+            code = traceback.tb_frame.f_code
             where = f" at {code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
         traceback = traceback.tb_next
     return ReplicaBranchError(

@@ -3,8 +3,8 @@
 The step is traced once for each distinct shape (a row class). The traces are merged: between two
 collectives each replica enters the branch of its class (`jax.lax.switch`), the collectives
 themselves are shared. Values that every class computes alike from replicated inputs are found by
-value numbering (Alpern, Wegman and Zadeck, POPL 1988) and are computed once, outside the
-branches, so that mirrored variables stay bit-identical.
+value numbering (step/numbering.py) and are computed once, outside the branches, so that mirrored
+variables stay bit-identical.
 """
 
 from __future__ import annotations
@@ -15,73 +15,82 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from stratagem import variables
 from stratagem.errors import ReplicaDependentWriteError, UnevenShapesError
 from stratagem.step import primitives
-from stratagem.step.fuse import Level, schedule
-from stratagem.step.invariance import varying, write_error
-from stratagem.step.lower import perform
-from stratagem.step.program import inline, read, read_all, write_all
-from stratagem.step.trace import Program
-
-
-class _Class:
-    """One trace with the numbers of its values."""
-
-    def __init__(self, program: Program, inputs_vary: Sequence[bool]):
-        self.closed = inline(program.jaxpr)
-        self.jaxpr = self.closed.jaxpr
-        self.levels = schedule(self.jaxpr)
-        # An equation runs in one place, with all that it gives.
-        self.vary = varying(self.jaxpr, inputs_vary, whole=True)
-        self.number: dict[Any, Any] = {}
-        for i, v in enumerate(self.jaxpr.invars):
-            self.number[v] = ("input", i)
-        for v, const in zip(self.jaxpr.constvars, self.closed.consts, strict=True):
-            self.number[v] = ("const", _const_number(const))
-        for depth, level in enumerate(self.levels):
-            for eqn in level.eqns:
-                self._refuse_collectives_inside(eqn)
-                key = (eqn.primitive.name, _param_number(eqn.params), *map(self.of, eqn.invars))
-                for i, v in enumerate(eqn.outvars):
-                    self.number[v] = hash((key, i, str(v.aval)))
-            outs = [v for eqn in (*level.reduces, *level.gathers) for v in eqn.outvars]
-            for i, v in enumerate(outs):
-                self.number[v] = ("collective", depth, i)
-
-    def of(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return ("literal", str(atom.aval), str(atom.val))
-        return self.number[atom]
-
-    def invariant_numbers(self) -> set[Any]:
-        return {n for v, n in self.number.items() if not self.vary[v]}
-
-    def _refuse_collectives_inside(self, eqn: JaxprEqn) -> None:
-        for inner in jaxprs_in_params(eqn.params):
-            text = str(inner)
-            if " all_reduce[" in text or " all_gather[" in text:
-                raise UnevenShapesError(
-                    f"Expected all_reduce and all_gather at the top level of a step when replicas "
-                    f"hold different numbers of rows. Got one inside {eqn.primitive.name!r} (a "
-                    "loop, a branch or jax.jit). Move it out, or give every replica the same "
-                    "number of rows (drop_remainder=True)."
-                )
+from stratagem.step.fuse import COLLECTIVES, Level
+from stratagem.step.invariance import contains, write_error
+from stratagem.step.lower import perform, run_all_gather, run_all_reduce
+from stratagem.step.numbering import Numbered, Table
+from stratagem.step.program import read, read_all, write_all
+from stratagem.step.trace import NO_ROWS, Program
+from stratagem.values import PerReplica
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """Row classes ready to run as one program. `members[r]` is replica r's class, -1 if empty."""
+    """Row classes ready to run as one program.
 
-    classes: list[_Class]
+    Attributes:
+        classes: the trace of each.
+        members: class of each replica, NO_ROWS for one that only adds zero to the collectives.
+        common: numbers of the values that all classes compute alike, the same on all replicas.
+    """
+
+    classes: list[Numbered]
     members: tuple[int, ...]
-    common: frozenset[Any]
+    common: frozenset[int]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        return _run(self, inputs)
+        """Evaluates the merged program on one replica, inside `shard_map`.
+
+        `inputs` are in the shape of the largest class; each branch cuts out its class's rows.
+        """
+        first = self.classes[0]
+        env: dict[int, Any] = {}  # number -> value, the same on all replicas
+        for cls in self.classes:
+            for v, const in zip(cls.jaxpr.constvars, cls.closed.consts, strict=True):
+                env[cls.number[v]] = const
+            for v, value in zip(cls.jaxpr.invars, inputs, strict=True):
+                env[cls.number[v]] = value
+        table = [m if m != NO_ROWS else len(self.classes) for m in self.members]
+        which = jnp.asarray(table, jnp.int32)[jax.lax.axis_index(primitives.AXIS)]
+        carried: list[dict[Any, Any]] = [{} for _ in self.classes]  # each class's own live values
+        for depth, level in enumerate(first.levels[:-1]):
+            self._run_common(level, env)
+            wanted = [_contributions(cls.levels[depth]) for cls in self.classes]
+            values, carried = _branch(self, depth, env, which, carried, wanted)
+            count = len(level.operands)
+            if count:
+                totals = run_all_reduce(*values[:count], **level.fused)
+                env.update(zip(map(first.of, level.totals), totals, strict=True))
+            for eqn, value in zip(level.gathers, values[count:], strict=True):
+                env[first.number[eqn.outvars[0]]] = run_all_gather(value, **eqn.params)
+        self._run_common(first.levels[-1], env)
+        results = list(zip(*(cls.jaxpr.outvars for cls in self.classes), strict=True))
+        differ = [outs for outs in results if not self.agree(outs)]
+        wanted = [[outs[k] for outs in differ] for k in range(len(self.classes))]
+        values, _ = _branch(self, len(first.levels) - 1, env, which, carried, wanted)
+        own = iter(values)
+        return [_lookup(first, env, outs[0]) if self.agree(outs) else next(own) for outs in results]
+
+    def agree(self, atoms: Sequence[Any]) -> bool:
+        """True when these values, one of each class, are one value, the same on all replicas."""
+        numbers = {cls.of(atom) for cls, atom in zip(self.classes, atoms, strict=True)}
+        return len(numbers) == 1 and (isinstance(atoms[0], Literal) or numbers <= self.common)
+
+    def is_common(self, cls: Numbered, eqn: JaxprEqn) -> bool:
+        """True for an equation that runs once, outside the branches."""
+        return bool(eqn.outvars) and all(cls.number[v] in self.common for v in eqn.outvars)
+
+    def _run_common(self, level: Level, env: dict[int, Any]) -> None:
+        first = self.classes[0]
+        for eqn in level.eqns:
+            if self.is_common(first, eqn):
+                results = perform(eqn, [_lookup(first, env, v) for v in eqn.invars])
+                env.update(zip(map(first.of, eqn.outvars), results, strict=True))
 
 
 def merge(
@@ -90,26 +99,28 @@ def merge(
     """Joins the traces of the row classes and proves law 2 for the whole.
 
     Args:
-        programs: one a class.
-        members: class of each replica; -1 for a replica without rows that takes no part but in
-            the collectives, where it adds zero.
+        programs: one a class. They are made to write the same variables, and `programs[0]` to
+            describe the results of all.
+        members: class of each replica; NO_ROWS for a replica without rows that takes no part but
+            in the collectives, where it adds zero.
         inputs_vary: which inputs differ between replicas.
 
     Raises:
-        UnevenShapesError: the classes meet different collectives.
+        UnevenShapesError: the classes meet different collectives or return different structures.
         ReplicaDependentWriteError: a mirrored variable would not stay equal.
     """
-    classes = [_Class(p, inputs_vary) for p in programs]
+    _align(programs, members)
+    table: Table = {}
+    classes = [Numbered(p, inputs_vary, table) for p in programs]
     _check_collectives(classes)
-    common = frozenset.intersection(*(frozenset(c.invariant_numbers()) for c in classes))
+    common = frozenset.intersection(*(frozenset(c.invariant) for c in classes))
     merged = Merged(classes, tuple(members), common)
     first = programs[0]
-    outs = [c.jaxpr.outvars[first.num_outputs :] for c in classes]
+    writes = zip(*(c.jaxpr.outvars[first.num_outputs :] for c in classes), strict=True)
     offenders = [
         first.variables[index]
-        for k, index in enumerate(first.written)
-        if _mirrored(first, index)
-        and not all(_is_common(c, out[k], common) for c, out in zip(classes, outs, strict=True))
+        for index, outs in zip(first.written, writes, strict=True)
+        if _mirrored(first, index) and not merged.agree(outs)
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))
@@ -122,12 +133,54 @@ def _mirrored(program: Program, index: int) -> bool:
     return program.aggregated or kept_equal
 
 
-def _is_common(cls: _Class, atom: Any, common: frozenset[Any]) -> bool:
-    return isinstance(atom, Literal) or cls.number[atom] in common
+def _align(programs: Sequence[Program], members: Sequence[int]) -> None:
+    """Makes the classes write the same variables and `programs[0]` describe all their results."""
+    described = [_describe_results(p) for p in programs]
+    if any(d != described[0] for d in described):
+        raise UnevenShapesError(
+            "Expected a step that returns the same structure, ranks and dtypes for any number of "
+            "rows. Got different ones on replicas with different numbers of rows: "
+            + "; ".join(f"class {i}: {d}" for i, d in enumerate(described))
+            + ". Return tensors, such as jnp.zeros(()) instead of 0.0, in every case."
+        )
+    first = programs[0]
+    for i, leaves in enumerate(zip(*(p.out_leaves for p in programs), strict=True)):
+        statics = [value for _, value in leaves]
+        if leaves[0][0] == "static" and any(s != statics[0] for s in statics[1:]):
+            # A number that Python took from the shapes: each replica's own.
+            first.out_leaves[i] = ("static", PerReplica([statics[max(m, 0)] for m in members]))
+    written = sorted({i for p in programs for i in p.written})
+    for program in programs:
+        program.write_all_of(written)
 
 
-def _check_collectives(classes: Sequence[_Class]) -> None:
-    def path(cls: _Class) -> list[Any]:
+def _describe_results(program: Program) -> Any:
+    avals = iter(program.jaxpr.out_avals)
+    kinds = [
+        kind if kind == "static" else f"{a.dtype} of rank {a.ndim}"
+        for kind, _ in program.out_leaves
+        for a in ([next(avals)] if kind != "static" else [None])
+    ]
+    return str(program.out_tree), kinds
+
+
+def _check_collectives(classes: Sequence[Numbered]) -> None:
+    inside = [
+        eqn.primitive.name
+        for cls in classes
+        for level in cls.levels
+        for eqn in level.eqns
+        if any(contains(inner, COLLECTIVES) for inner in jaxprs_in_params(eqn.params))
+    ]
+    if inside:
+        raise UnevenShapesError(
+            "Expected all_reduce and all_gather at the top level of a step when replicas hold "
+            f"different numbers of rows. Got one inside {sorted(set(inside))} (a loop or a "
+            "branch). Move it out, or give every replica the same number of rows "
+            "(drop_remainder=True)."
+        )
+
+    def path(cls: Numbered) -> list[Any]:
         reduces = [
             [(eqn.params["ops"], [v.aval.str_short() for v in eqn.invars]) for eqn in level.reduces]
             for level in cls.levels
@@ -144,55 +197,19 @@ def _check_collectives(classes: Sequence[_Class]) -> None:
         )
 
 
-def _run(merged: Merged, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates the merged program on one replica, inside `shard_map`.
-
-    `inputs` are in the shape of the largest class; each branch cuts out its class's rows.
-    """
-    classes, common = merged.classes, merged.common
-    first = classes[0]
-    env: dict[Any, Any] = {}  # number -> value, the same on all replicas
-    for cls in classes:
-        for v, const in zip(cls.jaxpr.constvars, cls.closed.consts, strict=True):
-            env[cls.number[v]] = const
-        for v, value in zip(cls.jaxpr.invars, inputs, strict=True):
-            env[cls.number[v]] = value
-    table = jnp.asarray([m if m >= 0 else len(classes) for m in merged.members], jnp.int32)
-    which = table[jax.lax.axis_index(primitives.AXIS)]
-    carried: list[dict[Any, Any]] = [{} for _ in classes]  # each class's own live values
-    for depth, level in enumerate(first.levels):
-        for eqn in level.eqns:
-            if all(first.number[v] in common for v in eqn.outvars):
-                values = [_lookup(first, env, v) for v in eqn.invars]
-                for v, out in zip(eqn.outvars, perform(eqn, values), strict=True):
-                    env[first.number[v]] = out
-        last = depth == len(first.levels) - 1
-        wanted = [_wanted(cls, depth, last) for cls in classes]
-        keep = [[] if last else _live_after(cls, depth, common) for cls in classes]
-        results, carried = _branch(merged, depth, env, which, carried, wanted, keep)
-        if last:
-            return [
-                _lookup(first, env, out) if _is_common(first, out, common) else result
-                for out, result in zip(first.jaxpr.outvars, results, strict=True)
-            ]
-        _share(level, depth, results, env)
-    return []
-
-
-def _lookup(cls: _Class, env: dict[Any, Any], atom: Any) -> Any:
+def _lookup(cls: Numbered, env: dict[int, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[cls.number[atom]]
 
 
-def _wanted(cls: _Class, depth: int, last: bool) -> list[Any]:
-    """What a branch must hand out at the end of a level: operands of collectives, or results."""
-    if last:
-        return list(cls.jaxpr.outvars)
-    level = cls.levels[depth]
-    return [v for eqn in (*level.reduces, *level.gathers) for v in eqn.invars]
+def _contributions(level: Level) -> list[Any]:
+    """What each replica hands to the collectives of a level."""
+    return [*level.operands, *(v for eqn in level.gathers for v in eqn.invars)]
 
 
-def _live_after(cls: _Class, depth: int, common: frozenset[Any]) -> list[Any]:
+def _live_after(cls: Numbered, depth: int, common: frozenset[Any]) -> list[Any]:
     """A class's own values, made up to this level, that a later level reads."""
+    if depth == len(cls.levels) - 1:
+        return []
     made = {v for level in cls.levels[: depth + 1] for eqn in level.eqns for v in eqn.outvars}
     later = [v for level in cls.levels[depth + 1 :] for v in _reads(level)]
     later += cls.jaxpr.outvars
@@ -207,14 +224,14 @@ def _reads(level: Level) -> list[Any]:
 def _branch(
     merged: Merged,
     depth: int,
-    env: dict[Any, Any],
+    env: dict[int, Any],
     which: Any,
     carried: list[dict[Any, Any]],
     wanted: list[list[Any]],
-    keep: list[list[Any]],
 ) -> tuple[list[Any], list[dict[Any, Any]]]:
     """Runs a level's own equations of each class in a branch; returns padded results."""
     classes, common = merged.classes, merged.common
+    keep = [_live_after(cls, depth, common) for cls in classes]
     shapes = [
         tuple(max(sizes) for sizes in zip(*(c_shape for c_shape in per_class), strict=True))
         for per_class in zip(*([v.aval.shape for v in w] for w in wanted), strict=True)
@@ -235,7 +252,7 @@ def _branch(
                 if number in common and number in env:
                     local[v] = env[number]
             for eqn in cls.levels[depth].eqns:
-                if not all(v in local for v in eqn.outvars):
+                if not merged.is_common(cls, eqn):
                     write_all(local, eqn.outvars, perform(eqn, read_all(local, eqn.invars)))
             outs = [
                 _pad(jnp.asarray(read(local, v), dtype), shape)
@@ -255,24 +272,6 @@ def _branch(
     return outs, [dict(zip(k, values, strict=True)) for k, values in zip(keep, own, strict=True)]
 
 
-def _share(level: Level, depth: int, operands: list[Any], env: dict[Any, Any]) -> None:
-    """The collectives of a level, on what the branches handed out."""
-    count = sum(len(eqn.invars) for eqn in level.reduces)
-    totals: list[Any] = []
-    if count:
-        params = level.reduces[0].params
-        totals = primitives.run_all_reduce(
-            *operands[:count],
-            ops=tuple(op for eqn in level.reduces for op in eqn.params["ops"]),
-            via=params["via"],
-            replicas=params["replicas"],
-        )
-    for eqn, value in zip(level.gathers, operands[count:], strict=True):
-        totals.append(primitives.run_all_gather(value, **eqn.params))
-    for i, total in enumerate(totals):
-        env[("collective", depth, i)] = total
-
-
 def _cut(value: Any, shape: tuple[int, ...]) -> Any:
     return value if value.shape == shape else value[tuple(slice(0, n) for n in shape)]
 
@@ -281,23 +280,3 @@ def _pad(value: Any, shape: tuple[int, ...]) -> Any:
     if value.shape == shape:
         return value
     return jnp.pad(value, [(0, n - m) for n, m in zip(shape, value.shape, strict=True)])
-
-
-def _const_number(const: Any) -> Any:
-    array = np.asarray(const)
-    if array.nbytes > 4096:
-        return (array.shape, str(array.dtype), hash(array.tobytes()))
-    return (array.shape, str(array.dtype), array.tobytes())
-
-
-def _param_number(params: Any) -> Any:
-    """A stable identity of an equation's parameters: programs by text, functions by name."""
-    if isinstance(params, dict):
-        return tuple((k, _param_number(v)) for k, v in sorted(params.items()))
-    if isinstance(params, (tuple, list)):
-        return tuple(_param_number(v) for v in params)
-    if isinstance(params, (ClosedJaxpr, Jaxpr)):
-        return str(params)
-    if callable(params):
-        return getattr(params, "__qualname__", type(params).__qualname__)
-    return repr(params)

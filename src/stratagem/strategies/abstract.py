@@ -11,22 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stratagem import config, context, data, variables
 from stratagem.collectives import CrossDeviceOps, NcclAllReduce
-from stratagem.errors import ReplicaDependentWriteError
 from stratagem.step.execute import Executor
 from stratagem.step.primitives import AXIS
 from stratagem.step.replica import ReplicaContext
 from stratagem.step.trace import LocalValue
-from stratagem.strategies.reductions import gather_leaf, reduce_leaf
-from stratagem.values import Mirrored, PerReplica, ReduceOp, is_distributed, map_leaves
+from stratagem.strategies.extended import Extended, is_replicated
+from stratagem.strategies.reductions import gather_leaf, reduce_leaf, variable_value
+from stratagem.values import (
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+    is_distributed,
+    is_whole,
+    map_leaves,
+)
 
 
-class Strategy:
+class Strategy(Extended):
     """Distributes the steps of a program over replicas. Create one of its subclasses.
 
     Args:
@@ -152,10 +159,7 @@ class Strategy:
             ReplicaBranchError: Python code branched on a tensor.
         """
         del options
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(
-                f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
-            )
+        _check_call(fn, args)
         trace = context.current().trace
         self._check_may_enter("run")
         if trace is not None:
@@ -179,6 +183,7 @@ class Strategy:
         With a Keras model's `train_step`, `test_step` or `predict_step` and `args=(batch,)`, a
         global batch as `fit` makes it, it is the program that `fit`, `evaluate` or `predict` runs.
         """
+        _check_call(fn, args)
         self._check_may_enter("lower")
         return self._run.lower(fn, tuple(args), kwargs or {})
 
@@ -205,20 +210,36 @@ class Strategy:
                 empty parts count for what they hold.
 
         Returns:
-            The structure with tensors. MEAN of integers is float32 (TF: float64).
+            The structure with tensors, IndexedSlices as dense ones. MEAN of integers is float32
+            (TF: float64).
+
+        Raises:
+            ValueError: the sum of a value that is no PerReplica, or an axis that parts lack.
+            UnevenShapesError: with axis=None, parts of different shapes.
+            TypeError: parts of booleans.
         """
         op = ReduceOp.from_value(reduce_op)
         self._check_may_enter("reduce")
-        return map_leaves(lambda leaf: reduce_leaf(self, op, leaf, axis), value)
+        return jax.tree.map(lambda leaf: reduce_leaf(self, op, leaf, axis), value, is_leaf=is_whole)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the parts of a PerReplica value along `axis`. Cross-replica context."""
+        """Concatenates the parts of a PerReplica value along `axis`. Cross-replica context.
+
+        Raises:
+            ValueError: a part has no such axis.
+            UnevenShapesError: the parts differ in another axis.
+            NotImplementedError: the parts are IndexedSlices.
+        """
         self._check_may_enter("gather")
-        return map_leaves(lambda leaf: gather_leaf(self, leaf, axis), value)
+        return jax.tree.map(lambda leaf: gather_leaf(self, leaf, axis), value, is_leaf=is_whole)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """A tuple with each local replica's part of a structure; `(value,)` for a plain one."""
-        leaves, tree = jax.tree.flatten(value, is_leaf=is_distributed)
+        """A tuple with each local replica's part of a structure; `(value,)` for a plain one.
+
+        Of a variable of this strategy: its value on each replica.
+        """
+        leaves, tree = jax.tree.flatten(value, is_leaf=is_replicated)
+        leaves = [variable_value(self, v) if self._owns_copies(v) else v for v in leaves]
         if not any(is_distributed(leaf) for leaf in leaves):
             return (value,)
         return tuple(
@@ -227,6 +248,11 @@ class Strategy:
             )
             for r in range(self.num_replicas_in_sync)
         )
+
+    def _owns_copies(self, leaf: Any) -> bool:
+        if self._one or not isinstance(leaf, keras.Variable):
+            return False
+        return self.variable_created_in_scope(leaf)
 
     # Data.
 
@@ -246,79 +272,32 @@ class Strategy:
         """A PerReplica of `value_fn(ValueContext)` for each replica."""
         return data.values_from_function(value_fn, self.num_replicas_in_sync)
 
-    # What TF keeps in `extended`.
-
-    def variable_created_in_scope(self, variable: Any) -> bool:
-        """True when the variable belongs to this strategy."""
-        where = variables.home(variable)
-        return where is not None and where.strategy is self
-
-    def update(
-        self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None,
-        group: bool = True,
-    ) -> Any:  # fmt: skip
-        """Calls `fn(var, *args)` to change a variable alike on all replicas.
-
-        Args:
-            var: a variable of this strategy.
-            fn: changes it.
-            args: Mirrored values, or PerReplica values whose parts are equal.
-            kwargs: likewise.
-            group: True returns one Mirrored result, False one result a replica.
-
-        Raises:
-            ReplicaDependentWriteError: the parts of an argument differ.
-        """
-        args, kwargs = map_leaves(lambda x: _same_part(x, var), (tuple(args), dict(kwargs or {})))
-        trace = context.current().trace
-        if trace is None:
-            result = fn(var, *args, **kwargs)
-        else:
-            trace.synchronized += 1
-            try:
-                result = fn(var, *args, **kwargs)
-            finally:
-                trace.synchronized -= 1
-            return result
-        parts = (result,) * self.num_replicas_in_sync
-        return Mirrored(parts) if group and not self._one else parts if not group else result
-
-    def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
-    ) -> Any:
-        """Reduces a PerReplica value to where `destinations` lives.
-
-        Args:
-            reduce_op: SUM or MEAN.
-            value: PerReplica.
-            destinations: a variable or distributed value (gives a Mirrored result) or a device
-                string (gives a tensor).
-            options: accepted for TF's sake.
-        """
-        del options
-        total = self.reduce(reduce_op, value, axis=None)
-        if context.current().trace is not None or self._one:
-            return total
-        if isinstance(destinations, str):
-            return jax.device_put(total, config.resolve_device(destinations))
-        return Mirrored((total,) * self.num_replicas_in_sync)
-
-    def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
-    ) -> list[Any]:  # fmt: skip
-        """`reduce_to` for several `(value, destinations)` pairs."""
-        return [self.reduce_to(reduce_op, v, d, options) for v, d in value_destination_pairs]
-
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
             f"Expected one object for each strategy. Got copy.copy({self!r}), whose copy would "
             "not own the variables. Pass the strategy itself."
         )
 
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        """The strategy itself, so that copies of what refers to it still belong to it."""
+        del memo
+        return self
+
     def __repr__(self) -> str:
         names = ", ".join(self.worker_devices)
         return f"<{type(self).__name__} on [{names}] made at {self._made_at}>"
+
+
+def _check_call(fn: Any, args: Any) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a function to call on every replica. Got {type(fn).__name__}. Write "
+            "strategy.run(step, args=(x,)), not strategy.run(step(x))."
+        )
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(
+            f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
+        )
 
 
 def _canonical(value: Any) -> Any:
@@ -339,20 +318,4 @@ def _local_part(leaf: Any) -> Any:
             "Expected PerReplica values among the arguments of the traced function. Got one that "
             "the function captured from outside. Pass it as an argument."
         )
-    return leaf
-
-
-def _same_part(leaf: Any, var: Any) -> Any:
-    if isinstance(leaf, LocalValue):
-        return leaf.local
-    if isinstance(leaf, Mirrored):
-        return leaf.value
-    if isinstance(leaf, PerReplica):
-        first, *rest = (np.asarray(v) for v in leaf.values)
-        if any(not np.array_equal(first, other, equal_nan=True) for other in rest):
-            raise ReplicaDependentWriteError(
-                f"Expected the same value on all replicas to update {variables.describe(var)}. "
-                f"Got {leaf!r}. Reduce it first: strategy.reduce('SUM', value, axis=None)."
-            )
-        return jnp.asarray(first)
     return leaf

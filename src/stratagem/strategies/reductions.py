@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from stratagem.errors import UnevenShapesError
 from stratagem.step.primitives import divide
 from stratagem.step.replica import all_gather, all_reduce
 from stratagem.step.trace import LocalValue
-from stratagem.values import IndexedSlices, Mirrored, PerReplica, ReduceOp
+from stratagem.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, check_count
 from stratagem.variables import is_on_read
 
 Axis = int | Sequence[int] | None
@@ -24,17 +25,21 @@ Axis = int | Sequence[int] | None
 def reduce_leaf(strategy: Any, op: ReduceOp, value: Any, axis: Axis) -> Any:
     """Reduces one value over the replicas, and over `axis` of each part when it is given."""
     if isinstance(value, keras.Variable):
-        value = _variable_value(strategy, value)
+        value = variable_value(strategy, value)
+    if isinstance(value, IndexedSlices):
+        value = _dense_slices(value)
     if isinstance(value, LocalValue):
         return _reduce_traced(op, value.local, axis)
     if isinstance(value, PerReplica):
+        check_count(value, strategy)
         return _reduce_parts(op, value, axis)
     if isinstance(value, Mirrored):
         return _reduce_same(strategy, op, value.value, axis, "Mirrored value")
     return _reduce_same(strategy, op, value, axis, f"{type(value).__name__}")
 
 
-def _variable_value(strategy: Any, variable: Any) -> Any:
+def variable_value(strategy: Any, variable: Any) -> Any:
+    """A variable as a distributed value: its components, or its value on each replica."""
     if is_on_read(variable) and strategy.num_replicas_in_sync > 1:
         return PerReplica.from_stacked(variable.components)
     return Mirrored((variable.value,) * strategy.num_replicas_in_sync)
@@ -45,11 +50,12 @@ def _reduce_same(strategy: Any, op: ReduceOp, value: Any, axis: Axis, what: str)
     replicas = strategy.num_replicas_in_sync
     if axis is not None:
         array = jnp.asarray(value)
+        _check_numbers(array.dtype)
         axes = _axes(array.ndim, axis)
-        total = jnp.sum(array, axis=axes)
+        total = _sum(array, op, axes)
         if op is ReduceOp.SUM:
             return total * jnp.asarray(replicas, total.dtype)
-        return divide(total, _count(array.shape, axes))
+        return divide(total, _count(array.shape, axes)).astype(_mean_dtype(array.dtype))
     if op is ReduceOp.MEAN or replicas == 1 or _is_zero(value):
         return value
     raise ValueError(
@@ -65,52 +71,87 @@ def _is_zero(value: Any) -> bool:
 
 def _reduce_traced(op: ReduceOp, local: Any, axis: Axis) -> Any:
     frame = context.current()
+    _check_numbers(local.dtype)
     if axis is None:
         (total,) = all_reduce([local], op, frame)
         return total
     axes = _axes(local.ndim, axis)
-    (total,) = all_reduce([jnp.sum(local, axis=axes)], ReduceOp.SUM, frame)
+    (total,) = all_reduce([_sum(local, op, axes)], ReduceOp.SUM, frame)
     if op is ReduceOp.SUM:
         return total
-    return divide(total, sum(frame.trace.exchange(_count(local.shape, axes))))
+    count = sum(frame.trace.exchange(_count(local.shape, axes)))
+    return divide(total, count).astype(_mean_dtype(local.dtype))
 
 
 def _reduce_parts(op: ReduceOp, value: PerReplica, axis: Axis) -> Any:
     if value.stacked is not None:
+        _check_numbers(value.stacked.dtype)
         ndim = value.stacked.ndim - 1
         axes = None if axis is None else tuple(a + 1 for a in _axes(ndim, axis))
         return _reduce_stacked(value.stacked, op is ReduceOp.MEAN, axes)
     parts = [_dense(p) for p in value.values]
+    _check_numbers(*(p.dtype for p in parts))
     if axis is None:
-        _check_same_shapes(parts)
+        _check_alike(parts)
         return _reduce_stacked(np.stack(parts), op is ReduceOp.MEAN, None)
     sums, count = [], 0
     for part in parts:
         axes = _axes(part.ndim, axis)
-        sums.append(part.sum(axis=axes, dtype=part.dtype))
+        sums.append(_sum(jnp.asarray(part), op, axes))
         count += _count(part.shape, axes)
-    _check_same_shapes(sums)
-    total = jnp.sum(jnp.stack([jnp.asarray(s) for s in sums]), axis=0, dtype=sums[0].dtype)
-    return total if op is ReduceOp.SUM else divide(total, count)
+    _check_alike(sums)
+    total = _sum(jnp.stack(sums), op, (0,))
+    return total if op is ReduceOp.SUM else divide(total, count).astype(_mean_dtype(parts[0].dtype))
 
 
 def _dense(part: Any) -> np.ndarray:
     array = np.asarray(part.to_dense() if isinstance(part, IndexedSlices) else part)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _dense_slices(slices: IndexedSlices) -> Any:
+    """One tensor for IndexedSlices; inside a program their fields are values of this replica."""
+    fields = (slices.values, slices.indices)
+    local = [f.local if isinstance(f, LocalValue) else f for f in fields]
+    dense = IndexedSlices(local[0], local[1], slices.dense_shape).to_dense()
+    return LocalValue(dense) if any(isinstance(f, LocalValue) for f in fields) else dense
 
 
 @jax.jit(static_argnums=(1, 2))
 def _reduce_stacked(stacked: Any, mean: bool, axes: Any) -> Any:
     """Sum or mean of `[replicas, ...]` over replicas and further axes."""
     over = (0, *(axes or ()))
-    total = jnp.sum(stacked, axis=over, dtype=stacked.dtype)
     if not mean:
-        return total
-    return divide(total, _count(stacked.shape, over))
+        return _sum(stacked, ReduceOp.SUM, over)
+    total = _sum(stacked, ReduceOp.MEAN, over)
+    return divide(total, _count(stacked.shape, over)).astype(_mean_dtype(stacked.dtype))
+
+
+def _sum(array: Any, op: ReduceOp, axes: tuple[int, ...]) -> jax.Array:
+    """Sums in the array's dtype; on the way to a mean at least in float32.
+
+    Half-precision sums, and the count they are divided by, overflow long before the mean does.
+    """
+    dtype = array.dtype
+    if op is ReduceOp.MEAN and jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    return jnp.sum(array, axis=axes, dtype=dtype)
+
+
+def _mean_dtype(dtype: Any) -> Any:
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype("float32")
+
+
+def _check_numbers(*dtypes: Any) -> None:
+    if any(dtype == jnp.bool_ for dtype in dtypes):
+        raise TypeError(
+            "Expected tensors of numbers to reduce. Got dtype bool. Cast to int32 to count, or to "
+            "float32 for a share."
+        )
 
 
 def _axes(ndim: int, axis: int | Sequence[int]) -> tuple[int, ...]:
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(map(operator.index, axis if isinstance(axis, (list, tuple)) else (axis,)))
     if any(not -ndim <= a < ndim for a in axes):
         raise ValueError(
             f"Expected axis between {-ndim} and {ndim - 1} for parts of rank {ndim}. Got "
@@ -126,11 +167,11 @@ def _count(shape: Sequence[int], axes: Sequence[int]) -> int:
     return count
 
 
-def _check_same_shapes(parts: Sequence[Any]) -> None:
-    if len({p.shape for p in parts}) > 1:
+def _check_alike(parts: Sequence[Any]) -> None:
+    if len({(p.shape, p.dtype) for p in parts}) > 1:
         raise UnevenShapesError(
-            "Expected parts of the same shape on all replicas. Got "
-            + ", ".join(f"replica {i}: {p.shape}" for i, p in enumerate(parts))
+            "Expected parts of the same shape and dtype on all replicas. Got "
+            + ", ".join(f"replica {i}: {p.shape} {p.dtype}" for i, p in enumerate(parts))
             + ". Pass the axis along which they differ (axis=0 for rows), or gather them."
         )
 
@@ -138,19 +179,20 @@ def _check_same_shapes(parts: Sequence[Any]) -> None:
 def gather_leaf(strategy: Any, value: Any, axis: int) -> Any:
     """Concatenates one value's parts along `axis`, in replica order."""
     if isinstance(value, keras.Variable):
-        value = _variable_value(strategy, value)
+        value = variable_value(strategy, value)
     if isinstance(value, LocalValue):
         return all_gather(value.local, axis, context.current())
     if isinstance(value, Mirrored):
         value = PerReplica(value.values)
-    if not isinstance(value, PerReplica):
-        return value
-    parts = value.values
+    parts = value.values if isinstance(value, PerReplica) else (value,)
     if any(isinstance(p, IndexedSlices) for p in parts):
         raise NotImplementedError(
             "Expected dense tensors to gather. Got IndexedSlices. Call to_dense() first, or use "
             "all_reduce, which joins their rows."
         )
+    if not isinstance(value, PerReplica):
+        return value
+    check_count(value, strategy)
     arrays = [np.asarray(p) for p in parts]
     for i, array in enumerate(arrays):
         if not -array.ndim <= axis < array.ndim:

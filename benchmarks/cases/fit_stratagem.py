@@ -1,0 +1,29 @@
+"""`fit` on MirroredStrategy."""
+
+from __future__ import annotations
+
+import fitting
+import measure
+import models
+import problems
+
+import stratagem
+from stratagem import config
+
+config.set_virtual_devices(problems.REPLICAS)
+
+import jax
+import keras
+
+
+def main() -> None:
+    arguments = measure.options(("model", ["mlp", "cnn"]))
+    keras.utils.set_random_seed(0)
+    with stratagem.MirroredStrategy().scope():
+        model = models.classifier(keras, arguments.model)
+    found = fitting.fit(keras, model, arguments.steps, arguments.samples)
+    measure.report(*found, jax=jax.__version__, keras=keras.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The same custom loop by hand: one jitted shard_map with donated state and one psum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measure
+import problems
+
+from stratagem import config
+
+config.set_virtual_devices(problems.REPLICAS)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def replica_step(params: Any, x: Any, y: Any) -> Any:
+    """One replica's step: `x` is `[rows of this replica, 10]`."""
+
+    def average_loss(params: Any) -> Any:
+        w1, b1, w2, b2 = params
+        predicted = jax.nn.relu(x @ w1 + b1) @ w2 + b2
+        return jnp.sum(jnp.mean((y - predicted) ** 2, axis=-1)) / problems.LOOP_BATCH
+
+    loss, grads = jax.lax.psum(jax.value_and_grad(average_loss)(params), "replica")
+    return loss, [p - problems.LOOP_RATE * g for p, g in zip(params, grads, strict=True)]
+
+
+def main() -> None:
+    arguments = measure.options()
+    mesh = Mesh(np.asarray(jax.devices()[: problems.REPLICAS]), ("replica",))
+    rows, same = NamedSharding(mesh, P("replica")), NamedSharding(mesh, P())
+    compiled = jax.jit(
+        jax.shard_map(
+            replica_step,
+            mesh=mesh,
+            in_specs=(P(), P("replica"), P("replica")),
+            out_specs=(P(), P()),
+            check_vma=False,
+        ),
+        donate_argnums=0,
+    )
+    params = jax.device_put(problems.loop_weights(), same)
+
+    def step(batch: Any) -> Any:
+        nonlocal params
+        loss, params = compiled(params, *batch)
+        return loss
+
+    batches = jax.device_put(problems.loop_batches(), rows)
+    first, samples = measure.loop(
+        step, batches, arguments.steps, arguments.samples, jax.block_until_ready
+    )
+    measure.report(first, samples, float(step(batches[0])), jax=jax.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The same custom loop on TensorFlow's MirroredStrategy, in a tf.function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measure
+import models
+import problems
+import tensor_flow
+import tensorflow as tf
+
+
+def main() -> None:
+    arguments = measure.options(("keras", ["keras", "tf_keras"]))
+    keras = tensor_flow.keras(arguments.keras)
+    strategy = tensor_flow.strategy()
+    with strategy.scope():
+        model = models.loop_mlp(keras)
+        model.set_weights(problems.loop_weights())
+        optimizer = keras.optimizers.SGD(problems.LOOP_RATE)
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            errors = keras.losses.mean_squared_error(y, model(x, training=True))
+            loss = tf.nn.compute_average_loss(errors, global_batch_size=problems.LOOP_BATCH)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        losses = strategy.run(replica_step, args=(x, y))
+        return strategy.reduce("SUM", losses, axis=None)
+
+    data = tf.data.Dataset.from_generator(
+        lambda: iter(problems.loop_batches()),
+        output_signature=(
+            tf.TensorSpec((problems.LOOP_BATCH, 10)),
+            tf.TensorSpec((problems.LOOP_BATCH, 1)),
+        ),
+    )
+    batches = list(strategy.experimental_distribute_dataset(data))
+    first, samples = measure.loop(
+        lambda batch: step(*batch),
+        batches,
+        arguments.steps,
+        arguments.samples,
+        lambda loss: loss.numpy(),
+    )
+    measure.report(first, samples, float(step(*batches[0])), **tensor_flow.versions(keras))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What is compared: cases, their contenders, and the goals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+OURS, PEER = "ours", "peer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to do a case.
+
+    Attributes:
+        name: as tables show it.
+        command: script in `cases/` and its arguments.
+        python: OURS or PEER, the environment that it runs in.
+        needs: a package that the peer environment may lack.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    python: str = OURS
+    needs: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A bound on a contender's figure as a multiple of the best figure of some others.
+
+    Attributes:
+        who: the contender it is about.
+        than: the others; the best of those that ran counts.
+        bound: the ratio wanted: at most for seconds, at least for rows per second.
+    """
+
+    who: str
+    than: tuple[str, ...]
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One job, done by several contenders.
+
+    Attributes:
+        title: what is done.
+        unit: "us a step" (lower is better) or "rows a second" (higher is better).
+        steps: steps in one sample.
+        samples: samples in one process.
+        quick: the two for `--quick`.
+    """
+
+    title: str
+    unit: str
+    steps: int
+    samples: int
+    quick: tuple[int, int]
+    contenders: tuple[Contender, ...]
+    goals: tuple[Goal, ...]
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.unit == "us a step"
+
+
+FUNCTION, PLAIN, HAND = "stratagem.function", "stratagem run, reduce", "jit, shard_map by hand"
+FIT, DATA_PARALLEL = "stratagem fit", "Keras DataParallel on JAX"
+TF, TF_KERAS = "TensorFlow, Keras 3", "TensorFlow, tf_keras"
+
+
+def _fit(title: str, model: str, steps: int, samples: int, goals: tuple[Goal, ...]) -> Case:
+    return Case(
+        title,
+        "rows a second",
+        steps,
+        samples,
+        (max(5, steps // 2), 3),
+        (
+            Contender(FIT, ("fit_stratagem.py", model)),
+            Contender(DATA_PARALLEL, ("fit_data_parallel.py", model)),
+            Contender(TF, ("fit_tensorflow.py", "keras", model), PEER),
+            Contender(TF_KERAS, ("fit_tensorflow.py", "tf_keras", model), PEER, "tf_keras"),
+        ),
+        goals,
+    )
+
+
+CASES = {
+    "loop": Case(
+        "custom loop, 10-16-1 MLP, batch 64, 2 replicas",
+        "us a step",
+        500,
+        9,
+        (200, 5),
+        (
+            Contender(FUNCTION, ("loop_stratagem.py", "function")),
+            Contender(HAND, ("loop_by_hand.py",)),
+            Contender(PLAIN, ("loop_stratagem.py", "plain")),
+            Contender(TF, ("loop_tensorflow.py", "keras"), PEER),
+            Contender(TF_KERAS, ("loop_tensorflow.py", "tf_keras"), PEER, "tf_keras"),
+        ),
+        (Goal(FUNCTION, (TF, TF_KERAS), 0.25), Goal(FUNCTION, (HAND,), 1.15)),
+    ),
+    "fit-mlp": _fit(
+        "fit, 784-256-10 MLP, batch 256, 2 replicas",
+        "mlp",
+        100,
+        7,
+        (Goal(FIT, (TF, TF_KERAS), 1.5), Goal(FIT, (DATA_PARALLEL,), 1.0)),
+    ),
+    "fit-cnn": _fit(
+        "fit, small CNN on Fashion-MNIST, batch 256, 2 replicas",
+        "cnn",
+        12,
+        3,
+        (Goal(FIT, (DATA_PARALLEL,), 1.0),),
+    ),
+}

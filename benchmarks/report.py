@@ -1,0 +1,119 @@
+"""Tables and the plot of the figures that run.py collected."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from contenders import Case, Goal
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclasses.dataclass
+class Figures:
+    """One contender's results.
+
+    Attributes:
+        firsts: seconds of the first step, one a process.
+        medians: median of the samples, one a process, in the case's unit.
+        samples: all samples, one list a process.
+        loss: last loss of the last process.
+        about: versions.
+    """
+
+    firsts: list[float] = dataclasses.field(default_factory=list)
+    medians: list[float] = dataclasses.field(default_factory=list)
+    samples: list[list[float]] = dataclasses.field(default_factory=list)
+    loss: float = 0.0
+    about: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A goal and what was measured.
+
+    Attributes:
+        goal: the goal.
+        than: the contender it was measured against.
+        median: median over the rounds of the ratio of two processes that ran in one round.
+        spread: smallest and largest of those.
+        met: whether the median keeps the bound.
+    """
+
+    goal: Goal
+    than: str
+    median: float
+    spread: tuple[float, float]
+    met: bool
+
+
+def ratios(case: Case, figures: dict[str, Figures]) -> list[Ratio]:
+    """Measures the case's goals for which contenders ran."""
+    found = []
+    for goal in case.goals:
+        rivals = [name for name in goal.than if name in figures]
+        if goal.who not in figures or not rivals:
+            continue
+        best = min if case.lower_is_better else max
+        than = best(rivals, key=lambda name: statistics.median(figures[name].medians))
+        rounds = [
+            ours / theirs
+            for ours, theirs in zip(figures[goal.who].medians, figures[than].medians, strict=True)
+        ]
+        median = statistics.median(rounds)
+        met = median <= goal.bound if case.lower_is_better else median >= goal.bound
+        found.append(Ratio(goal, than, median, (min(rounds), max(rounds)), met))
+    return found
+
+
+def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
+    """Prints a case's figures, then its goals."""
+    table = Table(title=case.title, title_justify="left")
+    table.add_column("contender")
+    for heading in (case.unit, "least to most", "first step, s", "last loss"):
+        table.add_column(heading, justify="right")
+    for name, f in figures.items():
+        table.add_row(
+            name,
+            f"{statistics.median(f.medians):,.0f}",
+            f"{min(f.medians):,.0f} to {max(f.medians):,.0f}",
+            f"{statistics.median(f.firsts):.2f}",
+            f"{f.loss:.4f}",
+        )
+    console.print(table)
+    for ratio in ratios(case, figures):
+        bound = f"{'<=' if case.lower_is_better else '>='} {ratio.goal.bound:g}"
+        low, high = ratio.spread
+        verdict = "[green]met[/]" if ratio.met else "[red]missed[/]"
+        console.print(
+            f"  {ratio.goal.who} / {ratio.than}: {ratio.median:.2f} ({low:.2f} to {high:.2f}), "
+            f"goal {bound}: {verdict}"
+        )
+    console.print()
+
+
+def plot(results: Sequence[tuple[Case, dict[str, Figures]]], path: Path) -> None:
+    """Draws one panel a case: a bar is the median of the processes, a dot one process."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(5 * len(results), 3.2), squeeze=False, layout="constrained"
+    )
+    for axis, (case, figures) in zip(axes[0], results, strict=True):
+        names = list(figures)[::-1]
+        medians = [statistics.median(figures[name].medians) for name in names]
+        colors = ["tab:blue" if name.startswith("stratagem") else "silver" for name in names]
+        axis.barh(names, medians, color=colors)
+        for i, name in enumerate(names):
+            dots = figures[name].medians
+            axis.plot(dots, [i] * len(dots), "k.", markersize=4)
+        better = "lower" if case.lower_is_better else "higher"
+        axis.set_title(case.title, fontsize="small")
+        axis.set_xlabel(f"{case.unit} ({better} is better)")
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,131 @@
+"""Arguments of a step: what the program takes as input, and what it knows beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from stratagem.errors import UnevenShapesError
+from stratagem.step.trace import NO_ROWS
+from stratagem.values import Mirrored, PerReplica, is_distributed, map_leaves, open_parts
+
+_TENSORS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """How one dynamic argument enters: `shapes[r]` on replica r, or the same array on all."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: Any
+    split: bool
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.shapes)) == 1
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        return tuple(max(sizes) for sizes in zip(*self.shapes, strict=True))
+
+
+def flatten(arguments: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure of a call's arguments; values that hold structures are opened."""
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    if any(_has_structure(leaf) for leaf in leaves):
+        opened = map_leaves(lambda x: open_parts(x) if _has_structure(x) else x, arguments)
+        leaves, tree = jax.tree.flatten(opened, is_leaf=_is_leaf)
+    return leaves, tree
+
+
+def row_classes(
+    arguments: list[Argument], replicas: int, weights: Any
+) -> tuple[tuple[int, ...], list[int]]:
+    """Class of each replica, and for each class a replica that represents it."""
+    seen: dict[Any, int] = {}
+    members = []
+    representatives: list[int] = []
+    for r in range(replicas):
+        shapes = tuple(a.shapes[r] for a in arguments if a.split)
+        if weights is not None and weights[r] == 0:
+            members.append(NO_ROWS)
+            continue
+        if shapes not in seen:
+            seen[shapes] = len(representatives)
+            representatives.append(r)
+        members.append(seen[shapes])
+    return tuple(members), representatives
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_distributed(value) or isinstance(value, keras.Variable)
+
+
+def _has_structure(leaf: Any) -> bool:
+    """True for a distributed value whose parts are no tensors, such as dicts or IndexedSlices."""
+    if not is_distributed(leaf) or getattr(leaf, "stacked", None) is not None:
+        return False
+    return not isinstance(leaf.values[0], _TENSORS)
+
+
+def describe(leaf: Any) -> Any:
+    """An Argument for what the program takes as input; the leaf itself for what it knows."""
+    if isinstance(leaf, PerReplica):
+        stacked = leaf.stacked
+        if stacked is not None:
+            return Argument((stacked.shape[1:],) * stacked.shape[0], stacked.dtype, True)
+        return _describe_parts(leaf)
+    if isinstance(leaf, Mirrored):
+        return Argument((np.shape(leaf.value),), jnp.asarray(leaf.value).dtype, False)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return Argument((leaf.shape,), jax.dtypes.canonicalize_dtype(leaf.dtype), False)
+    return leaf
+
+
+def _describe_parts(leaf: PerReplica) -> Argument:
+    parts = leaf.values
+    if not all(isinstance(part, _TENSORS) for part in parts):
+        raise TypeError(
+            "Expected tensors or numbers as the parts of a PerReplica argument: one program serves "
+            "all replicas. Got "
+            + ", ".join(f"replica {i}: {part!r}" for i, part in enumerate(parts))
+            + ". Pass Python objects that are the same on all replicas as they are."
+        )
+    shapes = tuple(tuple(np.shape(p)) for p in parts)
+    dtypes = {jnp.result_type(p) for p in parts}
+    if len({len(s) for s in shapes}) > 1 or len(dtypes) > 1:
+        raise UnevenShapesError(
+            "Expected parts of one rank and dtype on all replicas. Got "
+            + ", ".join(f"replica {i}: {s} {jnp.result_type(p)}"
+                        for i, (s, p) in enumerate(zip(shapes, parts, strict=True)))
+            + ". Make every replica's part with the same function."
+        )  # fmt: skip
+    return Argument(shapes, dtypes.pop(), True)
+
+
+class _Same:
+    """An unhashable object as a key: equal to itself alone, and kept alive by the key."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def key_of(described: Any) -> Any:
+    """What an argument adds to the key of its program."""
+    try:
+        hash(described)
+    except TypeError:
+        return _Same(described)
+    # True == 1 == 1.0, but they make different programs.
+    return described if isinstance(described, Argument) else (type(described), described)
