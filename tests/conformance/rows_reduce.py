@@ -111,7 +111,7 @@ ROWS = [
         UnevenShapesError,
         "InvalidArgumentError",
         on=SEVERAL,
-        match=r"replica 0: \(2,\), replica 1: \(1,\).*axis=0 for rows",
+        match=r"replica 0: \(2,\) float32, replica 1: \(1,\) float32.*axis=0 for rows",
     ),
     Row(8, "empty parts weigh nothing", reduce("MEAN", EMPTY, 0), lambda n: 1.5, 1.5),
     Row(

@@ -138,11 +138,10 @@ ROADS = {
         lambda: np.float32(1), jax.ShapeDtypeStruct((), "float32")
     ),
     "index": lambda x: jnp.arange(4.0)[x.astype(int)],
-    "through another variable": None,
 }
 
 
-@pytest.mark.parametrize("road", [r for r in ROADS if ROADS[r]])
+@pytest.mark.parametrize("road", ROADS)
 def test_a_varying_value_is_refused_on_every_road(strategy, road):
     v = make(strategy)
     with pytest.raises(ReplicaDependentWriteError, match="'v'"):
@@ -174,10 +173,12 @@ def test_through_another_variable(strategy):
         strategy.run(fn)
 
 
-@pytest.mark.parametrize("road", [r for r in ROADS if ROADS[r] and "id" not in r.split()])
+# What the host says cannot be proven to be the same, and an id never is.
+OPEN = [r for r in ROADS if r != "host alone" and not r.startswith("id ")]
+
+
+@pytest.mark.parametrize("road", OPEN)
 def test_the_same_road_is_open_for_a_value_that_all_share(strategy, road):
-    if road == "host alone":
-        pytest.skip("what the host says cannot be proven to be the same on all replicas")
     v = make(strategy)
 
     def fn():
@@ -330,7 +331,7 @@ def test_copies_are_bit_identical_after_training(ops):
             ]
         )
         model.compile(keras.optimizers.Adam(0.01, clipnorm=0.3), "mse", metrics=["mae"])
-    model.fit(x, y, batch_size=5, epochs=2, verbose=0)  # 5, 5, 5 and 2 rows
+    model.fit(x, y, batch_size=5, epochs=1, verbose=0)  # 5, 5, 5 and 2 rows
     assert_mirrored(*model.variables, *model.optimizer.variables)
 
     def step(inputs, targets):
@@ -340,7 +341,7 @@ def test_copies_are_bit_identical_after_training(ops):
         grads = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
-    batches = [(x[:10], y[:10]), (x[10:], y[10:])]  # 2 rows each; 2, 2, 2, 1 and none
+    batches = [(x[:7], y[:7]), (x[10:], y[10:])]  # each 2, 2, 2, 1 and no rows
     for batch in strategy.experimental_distribute_dataset(batches):
         strategy.run(step, args=batch)
     assert_mirrored(*model.variables, *model.optimizer.variables)

@@ -37,6 +37,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
         ImportError: the package kubernetes is not installed, and no client is given.
+        RuntimeError: there are no credentials where `executable_location` says.
         ValueError: `executable_location` is none.
     """
 
@@ -64,10 +65,11 @@ class KubernetesClusterResolver(ClusterResolver):
         """The tasks of the pods there are now.
 
         Raises:
-            RuntimeError: pods are not running, or selectors match none; all of them are named.
-            ValueError: pods share a node, and so an address.
+            RuntimeError: pods are not running or share a node, or selectors match none; all of
+                them are named.
         """
         cluster: dict[str, list[str]] = {}
+        pods_on: dict[str, list[str]] = {}
         faults: list[str] = []
         for job, selectors in self._selectors.items():
             cluster[job] = []
@@ -79,11 +81,19 @@ class KubernetesClusterResolver(ClusterResolver):
                     name, phase = pod.metadata.name, pod.status.phase
                     if phase != _RUNNING:
                         faults.append(f'Pod "{name}" is not running; phase: "{phase}"')
+                        continue
                     cluster[job].append(f"{pod.status.host_ip}:{self._port}")
+                    pods_on.setdefault(pod.status.host_ip, []).append(name)
+        faults += [
+            f"Pods {' and '.join(pods)} share the node {node}, and so an address"
+            for node, pods in pods_on.items()
+            if len(pods) > 1
+        ]
         if faults:
             raise RuntimeError(
-                f"Expected every task to have a running pod. Got: {'; '.join(faults)}. Wait for "
-                "the pods, or correct job_to_label_mapping."
+                "Expected every task to have a running pod, on a node of its own. Got: "
+                f"{'; '.join(faults)}. Wait for the pods, correct job_to_label_mapping, or give "
+                "the pods an anti-affinity."
             )
         return ClusterSpec(cluster)
 
@@ -96,8 +106,13 @@ def _client(location: KubernetesExecutableLocation) -> Any:
             "KubernetesClusterResolver: expected the package kubernetes, the official client. Got "
             f"{error}. Run pip install kubernetes, or pass override_client."
         ) from error
-    if location is KubernetesExecutableLocation.OFF_CLUSTER:
-        config.load_kube_config()
-    else:
-        config.load_incluster_config()
+    within = location is KubernetesExecutableLocation.WITHIN_CLUSTER
+    try:
+        config.load_incluster_config() if within else config.load_kube_config()
+    except config.ConfigException as error:
+        where = "the service account of a pod" if within else "the kube config of this user"
+        raise RuntimeError(
+            f"KubernetesClusterResolver: expected credentials in {where} ({location}). Got: "
+            f"{error}. Pass the other executable_location, or override_client."
+        ) from error
     return client.CoreV1Api()

@@ -11,6 +11,7 @@ from keras import ops
 from stratagem import _keras
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import primitives
+from stratagem.step.replica import all_gather
 
 
 def install() -> None:
@@ -43,29 +44,32 @@ def _moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
 
 
 def _global_moments(layer: Any, inputs: Any, mask: Any, frame: Any) -> Any:
-    """Mean and variance over the rows of all replicas, from one all-reduce.
+    """Mean and variance over the rows of all replicas, from one collective.
 
-    The sums are taken of the distance to the moving mean, which all replicas share: the variance
-    as a difference of two sums then loses little to rounding (Chan, Golub and LeVeque, The
-    American Statistician 1983, section 3: shifted data).
+    Each replica sends its count, mean and sum of squared distances to that mean; they combine
+    without subtracting large numbers (Chan, Golub and LeVeque, The American Statistician 1983,
+    equation 2.1, for any number of parts). Hence gathered, not summed: what is sent is small.
     """
     axes = tuple(layer._reduction_axes)
+    channels = inputs.shape[layer.axis]
     shape = [1] * inputs.ndim
-    shape[layer.axis] = inputs.shape[layer.axis]
-    shift = jax.lax.stop_gradient(jnp.reshape(ops.cast(layer.moving_mean, inputs.dtype), shape))
-    distance = inputs - shift
+    shape[layer.axis] = channels
     if mask is None:
-        count = jnp.asarray(inputs.size // max(1, inputs.shape[layer.axis]), inputs.dtype)
+        weights: Any = 1
+        count = jnp.asarray(inputs.size // max(1, channels), inputs.dtype)
     else:
         weights = jnp.broadcast_to(ops.cast(mask, inputs.dtype)[..., None], inputs.shape)
-        distance = distance * weights
-        count = jnp.sum(weights) / inputs.shape[layer.axis]
-    first, second = jnp.sum(distance, axis=axes), jnp.sum(distance * distance, axis=axes)
-    total, squares, rows = primitives.all_reduce([first, second, count], ["sum"] * 3, frame)
-    rows = jnp.maximum(rows, 1)
-    mean = total / rows
-    variance = jnp.maximum(squares / rows - mean * mean, 0)
-    return mean + jnp.reshape(shift, mean.shape), variance
+        count = jnp.sum(weights) / channels
+    mean = jnp.sum(inputs * weights, axis=axes) / jnp.maximum(count, 1)
+    distance = (inputs - jnp.reshape(mean, shape)) * weights
+    squares = jnp.sum(distance * distance, axis=axes)
+    sent = jnp.concatenate([count[None], mean, squares])[None]
+    parts = all_gather(sent, 0, frame)  # [replicas, 1 + 2 * channels]
+    counts, means, squares = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    rows = jnp.maximum(jnp.sum(counts), 1)
+    mean = jnp.sum(counts * means, axis=0) / rows
+    between = jnp.sum(counts * jnp.square(means - mean), axis=0)
+    return mean, (jnp.sum(squares, axis=0) + between) / rows
 
 
 def _next_seed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem import _keras, context
 from stratagem.keras_bridge.hooks import replicated_trace, synchronized, wrap
-from stratagem.step import effects, primitives
+from stratagem.step import effects, numerics, primitives
 
 
 def install() -> None:
@@ -33,11 +33,16 @@ def combine(grads: Sequence[Any], frame: context.Frame) -> list[Any]:
     return [None if g is None else next(remaining) for g in grads]
 
 
+def _named(optimizer: Any, grads: Sequence[Any], trainable: Sequence[Any] | None = None) -> Any:
+    """The gradients, under the names that step/numerics.py reports when it is asked to."""
+    return numerics.name_gradients(list(grads), trainable or optimizer._trainable_variables)
+
+
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = replicated_trace()
     if frame is None:
-        return original(self, grads, trainable_variables)
-    grads = combine(list(grads), frame)
+        return original(self, _named(self, grads, trainable_variables), trainable_variables)
+    grads = combine(_named(self, grads, trainable_variables), frame)
     with synchronized(frame):
         return original(self, grads, trainable_variables)
 
@@ -47,8 +52,8 @@ def _stateless_apply(
 ) -> Any:
     frame = replicated_trace()
     if frame is None:
-        return original(self, optimizer_variables, grads, trainable_variables)
-    grads = combine(list(grads), frame)
+        return original(self, optimizer_variables, _named(self, grads), trainable_variables)
+    grads = combine(_named(self, grads), frame)
     with synchronized(frame):
         return original(self, optimizer_variables, grads, trainable_variables)
 

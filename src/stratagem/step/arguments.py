@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 
 from stratagem.errors import UnevenShapesError
 from stratagem.step.trace import NO_ROWS
-from stratagem.values import Mirrored, PerReplica, is_distributed, map_leaves, open_parts
+from stratagem.values import DistributedValues, Mirrored, PerReplica, map_leaves, open_parts
 
 _TENSORS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
@@ -35,11 +34,14 @@ class Argument:
 
 
 def flatten(arguments: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a call's arguments; values that hold structures are opened."""
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    """Leaves and structure of a call's arguments; values that hold structures are opened.
+
+    Distributed values and Keras variables are leaves, because JAX does not know their classes.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
     if any(_has_structure(leaf) for leaf in leaves):
         opened = map_leaves(lambda x: open_parts(x) if _has_structure(x) else x, arguments)
-        leaves, tree = jax.tree.flatten(opened, is_leaf=_is_leaf)
+        leaves, tree = jax.tree.flatten(opened)
     return leaves, tree
 
 
@@ -62,13 +64,9 @@ def row_classes(
     return tuple(members), representatives
 
 
-def _is_leaf(value: Any) -> bool:
-    return is_distributed(value) or isinstance(value, keras.Variable)
-
-
 def _has_structure(leaf: Any) -> bool:
     """True for a distributed value whose parts are no tensors, such as dicts or IndexedSlices."""
-    if not is_distributed(leaf) or getattr(leaf, "stacked", None) is not None:
+    if not isinstance(leaf, DistributedValues) or getattr(leaf, "stacked", None) is not None:
         return False
     return not isinstance(leaf.values[0], _TENSORS)
 
@@ -121,11 +119,20 @@ class _Same:
         return id(self._value)
 
 
-def key_of(described: Any) -> Any:
-    """What an argument adds to the key of its program."""
+def key_of(leaf: Any) -> Any:
+    """What an argument adds to the key of its program: the same for what is described the same.
+
+    Every call makes it, while `describe` is only needed for a new program.
+    """
+    if isinstance(leaf, PerReplica) and leaf.stacked is not None:
+        return ("stacked", leaf.stacked.shape, leaf.stacked.dtype)
+    if isinstance(leaf, jax.Array):
+        return ("array", leaf.shape, leaf.dtype)
+    if isinstance(leaf, (DistributedValues, np.ndarray, np.generic)):
+        return describe(leaf)
     try:
-        hash(described)
+        hash(leaf)
     except TypeError:
-        return _Same(described)
+        return _Same(leaf)
     # True == 1 == 1.0, but they make different programs.
-    return described if isinstance(described, Argument) else (type(described), described)
+    return (type(leaf), leaf)

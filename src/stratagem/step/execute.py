@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratagem import context, variables
-from stratagem.step import effects, invariance, tape, uneven
+from stratagem.step import effects, invariance, numerics, tape, uneven
 from stratagem.step.arguments import Argument, describe, flatten, key_of, row_classes
 from stratagem.step.lower import boundary, evaluate
 from stratagem.step.trace import (
@@ -66,6 +66,7 @@ class Compiled:
         self._kept_components = [split and variables.is_on_read(v) for v in self._kept]
         self._result_shapes = _result_shapes(programs, members)
         self._sparse = _has_slices(program.out_tree)
+        self._checks = [programs[max(m, 0)].checks for m in members]
         # The default strategy owns no variable: what it writes goes back to where it belongs.
         self._foreign = context.is_default(strategy)
 
@@ -89,6 +90,7 @@ class Compiled:
         """
         given, kept = [current(v) for v in self._given], [current(v) for v in self._kept]
         results, state = self.function(given, kept, self.pack(values))
+        self.check(results)
         return self.unpack(results), list(zip(self._given, state, strict=True))
 
     def store(self, state: Sequence[Any]) -> None:
@@ -120,12 +122,19 @@ class Compiled:
             stacked[window] = part
         return self._strategy.place_stacked(stacked)
 
+    def check(self, results: Sequence[Any]) -> None:
+        """Looks at the flags of a program that has some, before anything is stored."""
+        if self.program.checks:
+            flags = np.asarray(results[-1])
+            numerics.judge(flags.reshape(len(self._checks), -1), self._checks)
+
     def unpack(self, results: Sequence[Any]) -> Any:
         """The function's result, with PerReplica leaves where replicas may differ."""
         leaves = []
         position = 0
         one = self._strategy.num_replicas_in_sync == 1
-        for kind, static in self.program.out_leaves:
+        tree = self.program.out_tree
+        for kind, static in self.program.out_leaves[: tree.num_leaves]:
             if kind == "static":
                 leaves.append(static)
                 continue
@@ -134,7 +143,7 @@ class Compiled:
                 value = _per_replica(value, self._result_shapes[position])
             leaves.append(value)
             position += 1
-        result = jax.tree.unflatten(self.program.out_tree, leaves)
+        result = jax.tree.unflatten(tree, leaves)
         if self._sparse and not one:
             return jax.tree.map(_whole, result, is_leaf=is_whole)
         return result
@@ -213,6 +222,7 @@ class Executor:
         """Runs `fn` as one compiled program; traces it at the first call with new shapes."""
         compiled, values = self.prepare(fn, args, kwargs)
         results, state = compiled.function(*compiled.state(), compiled.pack(values))
+        compiled.check(results)
         compiled.store(state)
         return compiled.unpack(results)
 
@@ -235,15 +245,21 @@ class Executor:
             described.append(what)
             if isinstance(what, Argument):
                 values.append(leaf)
-        key = (fn, tree, tuple(map(key_of, described)), fit)
+        key = (fn, tree, tuple(map(key_of, described)), fit, numerics.is_on())
         compiled = self._cache.get(key)
         if compiled is None:
-            for leaf in leaves:
-                if is_distributed(leaf):
-                    check_count(leaf, self._strategy)
+            if not context.is_default(self._strategy):
+                self._check_counts(leaves)
             compiled = self._compile(fn, tree, described, fit)
+            # Under the default strategy the trace may find the strategy that the values are of.
+            self._check_counts(leaves)
             self._cache[key] = compiled
         return compiled, values
+
+    def _check_counts(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if is_distributed(leaf):
+                check_count(leaf, self._strategy)
 
     def lower(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, fit: Fit | None = None
@@ -281,6 +297,8 @@ class Executor:
             program = tape.resolve(program, facts)
             if fit is not None:
                 _close(program, frame, split, fit)
+            if numerics.is_on():
+                numerics.instrument(program)
             return program
 
         facts = Facts(dict(self._touched.get(fn, self._known)))

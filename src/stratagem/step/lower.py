@@ -108,13 +108,14 @@ def boundary(
         split: for each argument, whether it is stacked `[replicas, ...]` (else replicated).
     """
     donated = [i in program.written for i in range(len(program.variables))]
+    donate = () if program.checks else 0  # a step that fails its checks must not destroy the state
     if mesh is None:
 
         def one(given: list[Any], kept: list[Any], arguments: list[Any]) -> Any:
             outs = run([*_weave(donated, given, kept), *arguments])
             return outs[: program.num_outputs], outs[program.num_outputs :]
 
-        return jax.jit(one, donate_argnums=0)
+        return jax.jit(one, donate_argnums=donate)
 
     stacked, same = PartitionSpec(primitives.AXIS), PartitionSpec()
     specs = [state_spec(program, v) for v in program.variables]
@@ -148,7 +149,7 @@ def boundary(
     sharded = jax.shard_map(
         replica, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-    return jax.jit(sharded, donate_argnums=0)
+    return jax.jit(sharded, donate_argnums=donate)
 
 
 def _weave(donated: Sequence[bool], given: list[Any], kept: list[Any]) -> list[Any]:

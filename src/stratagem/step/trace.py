@@ -133,6 +133,14 @@ class ProgramScope(keras.StatelessScope):
         return self.state_mapping[id(variable)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A value that the debug stage looks at: the part of the step it is of, and its name."""
+
+    stage: int
+    name: str
+
+
 @dataclasses.dataclass
 class Program:
     """A step as data.
@@ -148,6 +156,7 @@ class Program:
         rows: the row class that it was traced for.
         aggregated: on-read variables enter and leave as their aggregate (`fit`), not as
             components.
+        checks: what the flags are of that step/numerics.py added as the last result, if it did.
     """
 
     jaxpr: ClosedJaxpr
@@ -157,6 +166,7 @@ class Program:
     out_leaves: list[tuple[str, Any]]
     rows: RowClass
     aggregated: bool = False
+    checks: list[Check] = dataclasses.field(default_factory=list)
 
     @property
     def num_outputs(self) -> int:
@@ -253,7 +263,20 @@ def _attempt(
 
     state_specs = [variables.local_spec(v) for v in state]
     jaxpr = jax.make_jaxpr(program)(state_specs, list(specs))
+    jaxpr = ClosedJaxpr(jaxpr.jaxpr, [_off_mesh(const) for const in jaxpr.consts])
     return Program(jaxpr, state, found["written"], found["tree"], found["leaves"], rows, aggregated)
+
+
+def _off_mesh(const: Any) -> Any:
+    """A captured array without its layout over devices: inside a program it is a constant.
+
+    Layers keep such arrays, made from the values of mirrored variables (Normalization does).
+    """
+    if not isinstance(const, jax.Array) or len(const.devices()) == 1:
+        return const
+    if const.is_fully_replicated:
+        return const.addressable_data(0)
+    return jax.device_put(const, min(const.devices(), key=lambda device: device.id))
 
 
 def _classify(leaves: list[Any], frame: context.Frame) -> tuple[list[tuple[str, Any]], list[Any]]:
