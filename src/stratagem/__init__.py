@@ -8,6 +8,7 @@ from stratagem import cluster_resolver as cluster_resolver
 from stratagem import config as config
 from stratagem import context as _context
 from stratagem import data as data
+from stratagem import debug as debug
 from stratagem import errors as errors
 from stratagem import experimental as experimental
 from stratagem import keras_bridge as _keras_bridge

@@ -10,11 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
-from stratagem import variables
 from stratagem.errors import DivergedError
 from stratagem.step import numerics
 from stratagem.strategies import Strategy
@@ -132,16 +130,10 @@ def _offences(variable: Any) -> list[str]:
 
 def _copies(value: Any, component: bool) -> list[np.ndarray]:
     """What each replica holds, in replica order."""
-    if not isinstance(value, jax.Array) or not component:
-        shards = [] if value is None else sorted(value.addressable_shards, key=_position(value))
-        return [_readable(shard.data) for shard in shards]
-    return [_readable(part) for part in value]
-
-
-def _position(value: jax.Array) -> Any:
-    order = getattr(value.sharding, "mesh", None)
-    devices = list(order.devices.flat) if order is not None else list(value.sharding.device_set)
-    return lambda shard: devices.index(shard.device)
+    if component:
+        return [_readable(part) for part in np.asarray(value)]
+    shards = [] if value is None else value.addressable_shards
+    return [_readable(s.data) for s in sorted(shards, key=lambda s: s.replica_id)]
 
 
 def _readable(data: Any) -> np.ndarray:
@@ -151,9 +143,6 @@ def _readable(data: Any) -> np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    if not np.issubdtype(array.dtype, np.inexact):
-        return array
-    return array.view(f"u{array.dtype.itemsize}" if array.dtype.itemsize <= 8 else array.dtype)
-
-
-__all__ = ["CheckReplicas", "check", "check_numerics"]
+    """Floats as integers of the same bits: -0.0 is then not 0.0."""
+    floats = array.dtype.kind in "fc" and array.dtype.itemsize <= 8
+    return array.view(f"u{array.dtype.itemsize}") if floats else array

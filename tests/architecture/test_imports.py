@@ -15,7 +15,7 @@ MAX_LINES = 400
 # other. `__init__` only collects public names.
 ROOMS = (
     ("__init__",),
-    ("cluster_resolver", "experimental", "function", "nn"),
+    ("cluster_resolver", "debug", "experimental", "function", "nn"),
     ("keras_bridge",),
     ("strategies",),
     ("data",),

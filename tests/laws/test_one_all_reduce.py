@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.keras_bridge.trainer import ModelStep
 
 ROWS, FEATURES = 8, 5
 
@@ -94,8 +93,7 @@ def hand_written_dots(model: keras.Model) -> int:
 def model_step(strategy: Any, model: keras.Model, rows: int = ROWS) -> jax.stages.Lowered:
     """The program of one training step of `fit`."""
     x, y = batch(rows)
-    model.fit(x, y, batch_size=rows, verbose=0)  # builds the optimizer and the metrics
-    return ModelStep(model, strategy, "train").lower((x, y, None))
+    return strategy.lower(model.train_step, ((x, y, None),))
 
 
 def test_the_counters_count():
@@ -174,9 +172,8 @@ def test_evaluate_and_predict(strategy):
     with strategy.scope():
         model = build()
     x, y = batch()
-    model.evaluate(x, y, verbose=0)
-    assert all_reduces(ModelStep(model, strategy, "test").lower((x, y, None))) == 1
-    assert all_reduces(ModelStep(model, strategy, "predict").lower((x,))) == 0
+    assert all_reduces(strategy.lower(model.test_step, ((x, y, None),))) == 1
+    assert all_reduces(strategy.lower(model.predict_step, ((x,),))) == 0
 
 
 def test_what_is_the_same_everywhere_is_not_sent(strategy):

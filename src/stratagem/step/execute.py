@@ -52,16 +52,18 @@ class Fit:
 class Compiled:
     """One compiled program and the variables it reads and writes."""
 
-    def __init__(self, strategy: Any, program: Program, function: Any, arguments: list[Argument],
+    def __init__(self, strategy: Any, program: Program, function: Any, described: list[Any],
                  programs: list[Program], members: tuple[int, ...]):  # fmt: skip
         self.program = program
         self.function = function
-        self.arguments = arguments
+        self.dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
+        self.arguments = [described[i] for i in self.dynamic]
         self._strategy = strategy
+        self._one = strategy.num_replicas_in_sync == 1
         self._given = [program.variables[i] for i in program.written]
         written = set(program.written)
         self._kept = [v for i, v in enumerate(program.variables) if i not in written]
-        split = strategy.num_replicas_in_sync > 1 and not program.aggregated
+        split = not self._one and not program.aggregated
         self._components = [split and variables.is_on_read(v) for v in self._given]
         self._kept_components = [split and variables.is_on_read(v) for v in self._kept]
         self._result_shapes = _result_shapes(programs, members)
@@ -72,8 +74,13 @@ class Compiled:
 
     def state(self) -> tuple[list[Any], list[Any]]:
         """The values of the donated and of the other variables."""
-        given = [_value(v, c) for v, c in zip(self._given, self._components, strict=True)]
-        kept = [_value(v, c) for v, c in zip(self._kept, self._kept_components, strict=True)]
+        given, kept = (
+            [v.components if c else v._value for v, c in zip(found, components, strict=True)]
+            for found, components in (
+                (self._given, self._components),
+                (self._kept, self._kept_components),
+            )
+        )
         return _own(given), kept
 
     def apply(
@@ -111,7 +118,7 @@ class Compiled:
         ]
 
     def _stack(self, value: PerReplica, argument: Argument) -> Any:
-        if self._strategy.num_replicas_in_sync == 1:
+        if self._one:
             return value.values[0]
         if value.stacked is not None:
             return value.stacked
@@ -132,19 +139,18 @@ class Compiled:
         """The function's result, with PerReplica leaves where replicas may differ."""
         leaves = []
         position = 0
-        one = self._strategy.num_replicas_in_sync == 1
         tree = self.program.out_tree
         for kind, static in self.program.out_leaves[: tree.num_leaves]:
             if kind == "static":
                 leaves.append(static)
                 continue
             value = results[position]
-            if kind == "local" and not one:
+            if kind == "local" and not self._one:
                 value = _per_replica(value, self._result_shapes[position])
             leaves.append(value)
             position += 1
         result = jax.tree.unflatten(tree, leaves)
-        if self._sparse and not one:
+        if self._sparse and not self._one:
             return jax.tree.map(_whole, result, is_leaf=is_whole)
         return result
 
@@ -163,10 +169,6 @@ def _whole(leaf: Any) -> Any:
     indices = leaf.indices.values if isinstance(leaf.indices, PerReplica) else same
     pairs = zip(values, indices, strict=True)
     return PerReplica([IndexedSlices(v, i, leaf.dense_shape) for v, i in pairs])
-
-
-def _value(variable: Any, component: bool) -> Any:
-    return variable.components if component else variable._value
 
 
 def _own(values: list[Any]) -> list[Any]:
@@ -218,6 +220,11 @@ class Executor:
         self._touched: dict[Any, dict[int, Any]] = {}  # variables that each step touches
         self._traces: dict[Any, int] = {}
 
+    @property
+    def touched(self) -> list[Any]:
+        """The variables that the steps so far read or wrote, each once."""
+        return list({i: v for found in self._touched.values() for i, v in found.items()}.values())
+
     def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `fn` as one compiled program; traces it at the first call with new shapes."""
         compiled, values = self.prepare(fn, args, kwargs)
@@ -238,23 +245,17 @@ class Executor:
             fit: how the step of a Keras model differs from one of `run`.
         """
         leaves, tree = flatten((args, kwargs))
-        values: list[Any] = []
-        described = []
-        for leaf in leaves:
-            what = describe(leaf)
-            described.append(what)
-            if isinstance(what, Argument):
-                values.append(leaf)
-        key = (fn, tree, tuple(map(key_of, described)), fit, numerics.is_on())
+        key = (fn, tree, tuple(map(key_of, leaves)), fit, numerics.is_on())
         compiled = self._cache.get(key)
         if compiled is None:
+            described = [describe(leaf) for leaf in leaves]
             if not context.is_default(self._strategy):
                 self._check_counts(leaves)
             compiled = self._compile(fn, tree, described, fit)
             # Under the default strategy the trace may find the strategy that the values are of.
             self._check_counts(leaves)
             self._cache[key] = compiled
-        return compiled, values
+        return compiled, [leaves[i] for i in compiled.dynamic]
 
     def _check_counts(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -316,7 +317,7 @@ class Executor:
         else:
             run = uneven.merge(programs, members, inputs)
         function = boundary(first, run, mesh, split)
-        return Compiled(strategy, first, function, arguments, programs, members)
+        return Compiled(strategy, first, function, described, programs, members)
 
     def _count_trace(self, fn: Any) -> None:
         code = getattr(fn, "__code__", fn)
