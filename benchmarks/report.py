@@ -72,9 +72,9 @@ def ratios(case: Case, figures: dict[str, Figures]) -> list[Ratio]:
 def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
     """Prints a case's figures, then its goals."""
     table = Table(title=case.title, title_justify="left")
-    table.add_column("contender")
+    table.add_column("contender", no_wrap=True)
     for heading in (case.unit, "least to most", "first step, s", "last loss"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, f in figures.items():
         table.add_row(
             name,
@@ -88,9 +88,12 @@ def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
         bound = f"{'<=' if case.lower_is_better else '>='} {ratio.goal.bound:g}"
         low, high = ratio.spread
         verdict = "[green]met[/]" if ratio.met else "[red]missed[/]"
+        if low < ratio.goal.bound < high:
+            verdict += ", the bound lies within the spread"
         console.print(
-            f"  {ratio.goal.who} / {ratio.than}: {ratio.median:.2f} ({low:.2f} to {high:.2f}), "
-            f"goal {bound}: {verdict}"
+            f"  {ratio.goal.who} / {ratio.than}: {ratio.median:.3f} ({low:.2f} to {high:.2f}), "
+            f"goal {bound}: {verdict}",
+            soft_wrap=True,
         )
     console.print()
 

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (2 if options.quick else 5)
     wanted = options.only or [*CASES, COLLECTIVES]
 
-    console, progress = Console(), Console(stderr=True)
+    console, progress = Console(), Console(stderr=True, soft_wrap=True)
     pythons = {OURS: Path(sys.executable)}
     if options.peer is not None:
         pythons[PEER] = options.peer.absolute()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import fitting
+import jax
+import keras
 import measure
 import models
 import problems
 
 from stratagem import config
 
-# Only for its thread pool: with XLA's own choice of size two devices on two cores stop for good.
-config.set_virtual_devices(problems.REPLICAS)
-
-import jax
-import keras
-
 
 def main() -> None:
+    # XLA's own choice of thread pool stops for good with two devices on two cores; this one
+    # makes it larger.
+    config.set_virtual_devices(problems.REPLICAS)
     arguments = measure.options(("model", ["mlp", "cnn"]))
     keras.utils.set_random_seed(0)
     devices = keras.distribution.list_devices()

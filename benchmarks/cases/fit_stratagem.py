@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fitting
+import jax
+import keras
 import measure
 import models
 import problems
@@ -10,13 +12,9 @@ import problems
 import stratagem
 from stratagem import config
 
-config.set_virtual_devices(problems.REPLICAS)
-
-import jax
-import keras
-
 
 def main() -> None:
+    config.set_virtual_devices(problems.REPLICAS)
     arguments = measure.options(("model", ["mlp", "cnn"]))
     keras.utils.set_random_seed(0)
     with stratagem.MirroredStrategy().scope():

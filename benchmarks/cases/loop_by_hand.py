@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import measure
-import problems
-
-from stratagem import config
-
-config.set_virtual_devices(problems.REPLICAS)
-
 import jax
 import jax.numpy as jnp
+import measure
 import numpy as np
+import problems
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from stratagem import config
 
 
 def replica_step(params: Any, x: Any, y: Any) -> Any:
@@ -31,6 +28,7 @@ def replica_step(params: Any, x: Any, y: Any) -> Any:
 
 
 def main() -> None:
+    config.set_virtual_devices(problems.REPLICAS)
     arguments = measure.options()
     mesh = Mesh(np.asarray(jax.devices()[: problems.REPLICAS]), ("replica",))
     rows, same = NamedSharding(mesh, P("replica")), NamedSharding(mesh, P())

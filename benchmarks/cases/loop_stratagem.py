@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import keras
 import measure
 import models
 import problems
@@ -11,13 +13,9 @@ import problems
 import stratagem
 from stratagem import config
 
-config.set_virtual_devices(problems.REPLICAS)
-
-import jax
-import keras
-
 
 def main() -> None:
+    config.set_virtual_devices(problems.REPLICAS)
     arguments = measure.options(("how", ["function", "plain"]))
     strategy = stratagem.MirroredStrategy()
     with strategy.scope():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+# Needed to know whether a value is made at the top level of a step or inside a loop of it.
+from jax._src import core as _core
 
 # Needed to know whether a backend has started without starting one: virtual devices and the size
 # of XLA's thread pool can only be chosen before. Public functions that list backends start them.
@@ -32,3 +36,16 @@ def cpu_pool_threads() -> int | None:
         except OSError:  # That thread has just ended.
             continue
     return count or None
+
+
+def current_trace() -> Any:
+    """The trace that JAX records into now: another object inside a loop, a branch or jax.grad."""
+    return _core.trace_ctx.trace
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12: the structure of the inputs
+    return len(consts), len(carry)

@@ -28,6 +28,8 @@ from keras.src.backend.jax.trainer import JAXTrainer as JAXTrainer
 # The layer whose batch statistics `synchronized=True` makes global. Needed: `__init__`,
 # `_moments(inputs, mask)`, `_reduction_axes`.
 from keras.src.layers import BatchNormalization as BatchNormalization
+
+# Needed of every layer: `add_weight`, `_flatten_layers(include_self, recursive)`.
 from keras.src.layers.layer import Layer as Layer
 
 # Where weighted losses are reduced. Needed: `reduce_values(values, sample_weight, reduction)` and
@@ -42,7 +44,8 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as Loss
 # Source of the random numbers of layers. Needed: `next(ordered)`.
 from keras.src.random.seed_generator import SeedGenerator as SeedGenerator
 
-# Metrics that only hold others, which compile() makes. Needed: their class.
+# Metrics that only hold others, which compile() makes. Needed: their class. (Of public metrics we
+# read MeanMetricWrapper's `_fn` and `_fn_kwargs`, and where the update of a metric is defined.)
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 # Base class of inputs; `fit` takes an instance as it is. Needed: its methods and properties.

@@ -39,7 +39,10 @@ class DistributedValues:
 
     def __init__(self, values: Sequence[Any]):
         if not values:
-            raise ValueError("Expected one value a replica, for at least one replica. Got none.")
+            raise ValueError(
+                "Expected one value a replica, for at least one replica. Got none. Pass a list "
+                "with the value of each replica."
+            )
         self._values: Any = tuple(values)
 
     @property
@@ -102,9 +105,11 @@ class PerReplica(DistributedValues):
             "strategy.experimental_local_results."
         )
 
-    # Both protocols would otherwise silently stack or drop parts.
+    # Conversions would otherwise silently stack or drop parts, or fail without advice.
     __array__ = _refuse
     __jax_array__ = _refuse
+    __float__ = _refuse
+    __int__ = _refuse
 
 
 class Mirrored(DistributedValues):
@@ -122,6 +127,12 @@ class Mirrored(DistributedValues):
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
 
     def numpy(self) -> np.ndarray:
         """The common value as a NumPy array."""

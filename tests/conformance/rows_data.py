@@ -112,7 +112,6 @@ ROWS = [
         from_function(),
         whole,
         [Each([[0, 1], [2, 3]]), Each([[4, 5], []])],
-        on=REAL,
     ),
     Row(
         36,
@@ -120,7 +119,6 @@ ROWS = [
         from_function(drop_remainder=True),
         lambda n: whole(n, static=True),
         [Each([[0, 1], [2, 3]])],
-        on=REAL,
     ),
     Row(
         37,

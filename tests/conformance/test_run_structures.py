@@ -94,6 +94,18 @@ def test_python_numbers_are_constants_of_the_program(strategy):
     assert set(traced) == {2, 3}
 
 
+def test_random_keys_go_in_and_come_out(two):
+    def step(key):
+        own = jax.random.fold_in(key, replica_id())
+        return own, jax.random.uniform(own)
+
+    keys, draws = two.run(step, (jax.random.key(7),))
+    expected = [jax.random.fold_in(jax.random.key(7), r) for r in range(2)]
+    assert [bool(a == b) for a, b in zip(keys.values, expected, strict=True)] == [True, True]
+    assert plain(draws) == Each([float(jax.random.uniform(key)) for key in expected])
+    assert plain(two.run(jax.random.uniform, (keys,))) == plain(draws)
+
+
 def test_structured_parts_are_opened(two):
     dicts = PerReplica([{"a": 1, "b": [2.0]}, {"a": 3, "b": [4.0]}])
     assert plain(two.run(lambda d: (d["a"], d["b"][0]), (dicts,))) == [

@@ -129,7 +129,7 @@ def test_a_model_is_checked_with_its_optimizer_and_metrics(strategy):
     model = small_model(strategy)
     model.fit(*data(), batch_size=3, verbose=0)
     corrupt(model.optimizer.variables[-1], 1, (0,), 5)
-    with pytest.raises(DivergedError, match=r"'adam/.*head_bias_velocity': replica 1"):
+    with pytest.raises(DivergedError, match=r"'adam.*head_bias_velocity': replica 1"):
         debug.check(model)
 
 

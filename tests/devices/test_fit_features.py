@@ -66,7 +66,7 @@ def history(*args, **kwargs):
     return lambda model: model.fit(*args, **{**ONCE, **kwargs}).history
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_six_entry_points(replicas):
     def train(model):
         return [
@@ -325,3 +325,41 @@ def test_a_batch_without_rows_or_with_unequal_rows_is_refused():
         model = dense()()
     with pytest.raises(ValueError, match=r"same number of rows, at least one.*Check the dataset"):
         model.predict_on_batch(X[:0])
+
+
+def test_ema_weights_are_swapped_in_for_validation():
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+        return model
+
+    def train(model):
+        swap = keras.callbacks.SwapEMAWeights()
+        data = {"epochs": 2, "validation_data": (X, Y), "callbacks": [swap]}
+        return model.fit(X, Y, **data, **ONCE).history
+
+    compare(make, train)
+
+
+def test_a_stateful_layer_is_refused_by_name():
+    with strategy().scope():
+        model = keras.Sequential([
+            keras.Input(batch_shape=(4, 5, 3)),
+            layers.LSTM(2, stateful=True, name="remembers"),
+        ])  # fmt: skip
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 5, 3), "float32"), np.ones((4, 2), "float32")
+    with pytest.raises(ValueError, match=r"(?s)stateful=False.*'remembers'.*OneDeviceStrategy"):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
+def test_a_keras_distribution_besides_the_strategy_is_refused():
+    with strategy().scope():
+        model = dense()()
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
+    try:
+        with pytest.raises(ValueError, match=r"(?s)one way to distribute.*DataParallel.*None"):
+            model.predict(X, verbose=0)
+    finally:
+        keras.distribution.set_distribution(None)

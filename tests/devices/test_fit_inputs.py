@@ -102,7 +102,10 @@ def test_jax_arrays(two, expected):
 def test_nested_inputs_of_several_dtypes(two):
     def build():
         keras.utils.set_random_seed(1)
-        ids, numbers = keras.Input((2,), dtype="int32", name="ids"), keras.Input((3,), name="numbers")
+        ids, numbers = (
+            keras.Input((2,), dtype="int32", name="ids"),
+            keras.Input((3,), name="numbers"),
+        )
         flat = layers.Flatten()(layers.Embedding(5, 2)(ids))
         out = layers.Dense(2, name="out")(layers.Concatenate()([flat, numbers]))
         model = keras.Model({"ids": ids, "numbers": numbers}, {"out": out})
@@ -125,6 +128,8 @@ def test_a_dataset_of_unknown_length_ends_the_epoch(two):
     with two.scope():
         model = make()
     rows = []
-    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: rows.append(batch))
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rows.append(batch)
+    )
     model.fit((batch for batch in BATCHES), shuffle=False, verbose=0, callbacks=[count])
     assert len(rows) == 3

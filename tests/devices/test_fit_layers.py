@@ -191,6 +191,21 @@ def draw(replicas: int, steps: int = 2) -> np.ndarray:
     return np.stack([model.predict(x, verbose=0) for _ in range(steps)])
 
 
+def test_synchronized_batch_norm_with_a_mask_equals_one_device():
+    def make():
+        return build(
+            lambda: layers.Masking(),
+            lambda: layers.BatchNormalization(synchronized=True),
+            lambda: layers.Dense(2),
+            shape=(5, 3),
+        )
+
+    x = sequences()
+    x[0] = 0  # a row without a single valid step
+    x[1:3, 2:] = 0
+    compare(make, x, random.normal(size=(7, 5, 2)).astype("float32"))
+
+
 def test_r30_dropout_masks_differ_between_replicas_and_steps_and_repeat_with_the_seed():
     first = draw(4)
     rows = first.reshape(-1, 64)

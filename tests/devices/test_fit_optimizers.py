@@ -47,22 +47,23 @@ def compare(make, replicas: int = 2, epochs: int = 2, rtol: float = 5e-5, x=X, y
     return model
 
 
-O = keras.optimizers
+opt = keras.optimizers
 OPTIMIZERS = {
-    "clipnorm": lambda: O.SGD(0.1, clipnorm=0.1),
-    "clipvalue": lambda: O.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.05),
-    "global_clipnorm": lambda: O.Adam(0.1, global_clipnorm=0.1),
-    "accumulation": lambda: O.Adam(0.1, gradient_accumulation_steps=2),
-    "ema": lambda: O.SGD(0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
-    "ema at the end": lambda: O.Adam(0.1, use_ema=True, ema_momentum=0.7),
-    "weight decay": lambda: O.AdamW(0.1, weight_decay=0.2),
-    "loss_scale_factor": lambda: O.SGD(0.1, loss_scale_factor=8.0),
-    "rmsprop": lambda: O.RMSprop(0.01, centered=True),
-    "lion": lambda: O.Lion(0.01),
-    "ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=0.01),
-    "adafactor": lambda: O.Adafactor(0.01),
-    "lamb": lambda: O.Lamb(0.01),
-    "muon": lambda: O.Muon(0.01),
+    "clipnorm": lambda: opt.SGD(0.1, clipnorm=0.1),
+    "clipvalue": lambda: opt.SGD(0.1, momentum=0.9, nesterov=True, clipvalue=0.05),
+    "global_clipnorm": lambda: opt.Adam(0.1, global_clipnorm=0.1),
+    "accumulation": lambda: opt.Adam(0.1, gradient_accumulation_steps=2),
+    "ema": lambda: opt.SGD(0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2),
+    "ema at the end": lambda: opt.Adam(0.1, use_ema=True, ema_momentum=0.7),
+    "weight decay": lambda: opt.AdamW(0.1, weight_decay=0.2),
+    "loss_scale_factor": lambda: opt.SGD(0.1, loss_scale_factor=8.0),
+    "rmsprop": lambda: opt.RMSprop(0.01, centered=True),
+    "lion": lambda: opt.Lion(0.01),
+    "ftrl": lambda: opt.Ftrl(0.1, l1_regularization_strength=0.01),
+    "adafactor": lambda: opt.Adafactor(0.01),
+    "lamb": lambda: opt.Lamb(0.01),
+    "nadam": lambda: opt.Nadam(0.01),
+    "muon": lambda: opt.Muon(0.01),
 }
 
 
@@ -85,7 +86,7 @@ def test_regularizers_activity_regularizers_and_add_loss_count_once():
             Penalty(),
             layers.Dense(2, kernel_regularizer=keras.regularizers.OrthogonalRegularizer()),
         ])  # fmt: skip
-        model.compile(O.SGD(0.1), "mse")
+        model.compile(opt.SGD(0.1), "mse")
         return model
 
     compare(make, replicas=3)
@@ -93,14 +94,14 @@ def test_regularizers_activity_regularizers_and_add_loss_count_once():
 
 def test_an_activity_regularizer_counts_every_row_once():
     # Keras divides the activity loss by the rows of its batch: a mean, averaged by rows.
-    compare(lambda: dense(O.SGD(0.1), activity_regularizer=keras.regularizers.L2(0.1)))
+    compare(lambda: dense(opt.SGD(0.1), activity_regularizer=keras.regularizers.L2(0.1)))
 
 
 def test_frozen_layers_stay_and_thawed_ones_move():
     def make():
-        model = dense(O.Adam(0.1))
+        model = dense(opt.Adam(0.1))
         model.layers[0].trainable = False
-        model.compile(O.Adam(0.1), "mse")
+        model.compile(opt.Adam(0.1), "mse")
         return model
 
     model = compare(make)
@@ -108,15 +109,15 @@ def test_frozen_layers_stay_and_thawed_ones_move():
     model.fit(X, Y, **ONCE)
     np.testing.assert_array_equal(model.layers[0].get_weights()[0], before[0])
     model.layers[0].trainable = True
-    model.compile(O.Adam(0.1), "mse")
+    model.compile(opt.Adam(0.1), "mse")
     model.fit(X, Y, **ONCE)
     assert np.any(model.layers[0].get_weights()[0] != before[0])
 
 
 def test_the_learning_rate_can_be_set_between_fits():
     with strategy().scope():
-        model = dense(O.SGD(0.1))
-    plain = dense(O.SGD(0.1))
+        model = dense(opt.SGD(0.1))
+    plain = dense(opt.SGD(0.1))
     for m in (model, plain):
         m.fit(X, Y, **ONCE)
         m.optimizer.learning_rate = 0.01
@@ -132,8 +133,8 @@ def scaled(initial: float = 2.0**15, growth: int = 2000):
         keras.Input((3,)), layers.Dense(4, "tanh", dtype=policy), layers.Dense(2, dtype=policy),
         layers.Activation("linear", dtype="float32"),
     ])  # fmt: skip
-    optimizer = O.LossScaleOptimizer(
-        O.Adam(0.01), initial_scale=initial, dynamic_growth_steps=growth
+    optimizer = opt.LossScaleOptimizer(
+        opt.Adam(0.01), initial_scale=initial, dynamic_growth_steps=growth
     )
     model.compile(optimizer, "mse")
     return model
@@ -164,11 +165,18 @@ def test_r31_overflow_on_any_replica_skips_the_update_on_all_and_halves_the_scal
     assert float(model.optimizer.dynamic_scale.numpy()) == 16384
 
 
+def test_loss_scale_with_gradient_accumulation_equals_one_device():
+    def make():
+        return dense(opt.LossScaleOptimizer(opt.Adam(0.1, gradient_accumulation_steps=2)))
+
+    compare(make)
+
+
 def test_mixed_bfloat16_keeps_float32_variables():
     def make():
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((3,)), layers.Dense(2, dtype="mixed_bfloat16")])
-        model.compile(O.SGD(0.1), "mse")
+        model.compile(opt.SGD(0.1), "mse")
         return model
 
     model = compare(make, rtol=5e-2)
@@ -180,7 +188,7 @@ def test_the_global_dtype_policy_wraps_the_optimizer_in_a_loss_scale():
     try:
         with strategy().scope():
             model = dense("adam")
-        assert isinstance(model.optimizer, O.LossScaleOptimizer)
+        assert isinstance(model.optimizer, opt.LossScaleOptimizer)
         loss = model.fit(X, Y, epochs=3, **ONCE).history["loss"]
     finally:
         keras.mixed_precision.set_global_policy("float32")
@@ -197,7 +205,7 @@ def masked(reduction: str, recurrent: bool):
         middle,
         layers.Dense(2),
     ])  # fmt: skip
-    model.compile(O.SGD(0.1), keras.losses.MeanSquaredError(reduction=reduction), metrics=["mae"],
+    model.compile(opt.SGD(0.1), keras.losses.MeanSquaredError(reduction=reduction), metrics=["mae"],
                   weighted_metrics=["mse"])  # fmt: skip
     return model
 

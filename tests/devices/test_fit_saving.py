@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -63,9 +65,13 @@ def test_g12_a_model_built_and_compiled_outside_moves_in_at_fit(uninterrupted):
 def test_a_model_trained_outside_goes_on_inside_and_keeps_its_optimizer(uninterrupted):
     model, two = make(), strategy(3)
     model.fit(X, Y, epochs=1, **ONCE)
+    model.predict(X, verbose=0)
     with two.scope():
         model.fit(X, Y, initial_epoch=1, epochs=2, **ONCE)
+        predictions = model.predict(X, verbose=0)
     same(state(model), uninterrupted)
+    assert belongs(model, two)  # it did not go on with the step that Keras compiled before
+    np.testing.assert_allclose(predictions, np.asarray(model(X)), rtol=1e-5, atol=1e-6)
 
 
 def test_built_inside_and_compiled_outside(uninterrupted):
@@ -190,6 +196,15 @@ def test_set_weights_export_and_clone():
     clone.set_weights(weights)
     want = clone.predict(X, verbose=0)
     np.testing.assert_allclose(model.predict(X, verbose=0), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pickled_model_is_plain():
+    with strategy().scope():
+        model = make()
+    model.fit(X, Y, **ONCE)
+    copied = pickle.loads(pickle.dumps(model))
+    assert all(variables.home(v) is None for v in copied.variables)
+    same(copied.get_weights(), model.get_weights())
 
 
 def test_a_model_can_be_called_plainly_outside_steps():

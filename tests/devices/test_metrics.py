@@ -133,7 +133,7 @@ def one_device():
     return metrics, feeds
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_every_keras_metric_equals_one_device(strategies, one_device, replicas):
     expected, feeds = one_device
     strategy = strategies[replicas]
@@ -214,6 +214,20 @@ class MeanOfBatches(M.Metric):
         return self.total / self.count
 
 
+class Averaged(M.Metric):
+    """Declares a mean of its replicas, which would lose all but a part of what they count."""
+
+    def __init__(self):
+        super().__init__(name="averaged")
+        self.rows = self.add_variable((), "zeros", aggregation="mean", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(ops.cast(ops.shape(y_pred)[0], "float32"))
+
+    def result(self):
+        return ops.convert_to_tensor(self.rows)
+
+
 class Composite(M.Mean):
     """A subclass of Mean with an inner metric."""
 
@@ -242,8 +256,10 @@ def make_model(custom: bool = True):
     model.compile(
         keras.optimizers.SGD(0.05),
         "mse",
-        metrics=[Welford(), Largest(), LastRatio(), MeanOfBatches(), Composite(), batch_r2,
-                 rows_error, keras.losses.Huber(), M.PearsonCorrelation(axis=0), "mae"],
+        metrics=[
+            Welford(), Largest(), LastRatio(), MeanOfBatches(), Averaged(), Composite(), batch_r2,
+            rows_error, keras.losses.Huber(), M.PearsonCorrelation(axis=0), "mae",
+        ],
     )  # fmt: skip
     return model
 
@@ -251,7 +267,10 @@ def make_model(custom: bool = True):
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_any_custom_metric_of_fit_equals_one_device(strategies, replicas):
     random = np.random.default_rng(1)
-    x, y = random.normal(size=(9, 3)).astype("float32"), random.normal(size=(9, 2)).astype("float32")
+    x, y = (
+        random.normal(size=(9, 3)).astype("float32"),
+        random.normal(size=(9, 2)).astype("float32"),
+    )
     plain = make_model()
     expected = plain.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
     with strategies[replicas].scope():
@@ -266,30 +285,34 @@ def test_any_custom_metric_of_fit_equals_one_device(strategies, replicas):
         np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
     summed = {m.name: not any(map(variables.is_replicated_metric, m.variables))
               for m in model._compile_metrics.metrics}  # fmt: skip
-    assert summed == {
-        "welford": False, "largest": False, "ratio": False, "batches": False, "composite": True,
-        "batch_r2": False, "rows_error": True, "huber_loss": False,
-        "pearson_correlation": False, "mae": True,
+    assert {name for name, is_summed in summed.items() if is_summed} == {
+        "composite", "rows_error", "mae",
     }  # fmt: skip
 
 
-def test_a_metric_that_is_no_sum_equals_one_device_in_a_custom_loop(strategies):
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_any_metric_equals_one_device_in_a_custom_loop(strategies, replicas):
     random = np.random.default_rng(2)
     batches = [random.normal(size=(rows, 2)).astype("float32") for rows in (5, 3)]
-    plain = [Welford(), Largest(), LastRatio()]
+
+    def make():
+        return [Welford(), Largest(), LastRatio(), Averaged(), M.RootMeanSquaredError()]
+
+    plain = make()
     for batch in batches:
         for metric in plain:
-            metric.update_state(batch, batch)
-    strategy = strategies[2]
+            metric.update_state(batch, batch * 2)
+    strategy = strategies[replicas]
     with strategy.scope():
-        metrics = [Welford(), Largest(), LastRatio()]
+        metrics = make()
 
     def step(rows):
         for metric in metrics:
-            metric.update_state(rows, rows)
+            metric.update_state(rows, rows * 2)
 
     for batch in batches:
-        strategy.run(step, args=(stratagem.PerReplica([batch[:3], batch[3:]]),))
+        parts = np.array_split(batch, replicas)  # of 3 rows on 4 replicas, one is empty
+        strategy.run(step, args=(stratagem.PerReplica(parts),))
     for metric, want in zip(metrics, plain, strict=True):
         np.testing.assert_allclose(metric.result(), want.result(), rtol=1e-5, err_msg=metric.name)
         metric.reset_state()
@@ -342,3 +365,43 @@ def test_a_mean_of_scalars_counts_batches_not_replicas(strategies):
     got = history(model)
     np.testing.assert_allclose(got["tracked"], want["tracked"], rtol=1e-6)
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
+
+
+def relative_error(y_true, y_pred):
+    """Per row, but relative to the largest of the batch."""
+    error = ops.abs(y_true - y_pred)[..., 0]
+    return error / ops.max(error)
+
+
+def test_a_metric_of_the_whole_batch_sees_masks_and_weights(strategies):
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(5, 3, mask_zero=True), keras.layers.Dense(1),
+        ])  # fmt: skip
+        model.compile("sgd", "mse", metrics=[relative_error], weighted_metrics=[relative_error])
+        return model
+
+    random = np.random.default_rng(3)
+    ids = random.integers(0, 5, (7, 4)).astype("int32")
+    targets, weights = random.normal(size=(7, 4, 1)), random.uniform(size=(7, 4))
+    plain = make()
+    with strategies[2].scope():
+        model = make()
+    want, got = (
+        m.evaluate(ids, targets, sample_weight=weights, batch_size=4, verbose=0, return_dict=True)
+        for m in (plain, model)
+    )
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_the_log_says_which_metric_needs_the_whole_batch(strategies, caplog):
+    caplog.set_level("INFO", "stratagem")
+    with strategies[2].scope():
+        metric = LastRatio()
+    rows = stratagem.PerReplica([np.ones((2, 1), "float32")] * 2)
+    strategies[2].run(lambda y: metric.update_state(y, y), args=(rows,))
+    assert "metric 'ratio' is not a sum over rows" in caplog.text

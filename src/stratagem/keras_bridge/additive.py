@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 # State of a value: FREE does not depend on the old state, i >= 0 is `old[i] + something FREE`.
 FREE, OTHER = -1, -2
 
-_COPIES = frozenset({"mark", "copy", "copy_p", "stop_gradient"})
+_COPIES = frozenset({"mark", "copy", "copy_p"})
 _SAME_SHAPE = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze"})
 _LARGEST_TRIAL = 1 << 20  # elements of a leaf
 _SHORTENED = 16  # axes of larger leaves are cut to this
@@ -55,14 +55,12 @@ def _outputs(eqn: JaxprEqn, read: list[int]) -> list[int]:
     """States of an equation's results."""
     if all(s == FREE for s in read):
         return [FREE] * len(eqn.outvars)
-    name, first = eqn.primitive.name, eqn.invars[0].aval
-    unchanged = first.shape == eqn.outvars[0].aval.shape and first.dtype == eqn.outvars[0].aval.dtype
+    name = eqn.primitive.name
+    unchanged = _kind(eqn.invars[0]) == _kind(eqn.outvars[0])
     if name in _COPIES or (name in _SAME_SHAPE and unchanged):
         return [read[0]]
     if name in ("add", "add_any") and FREE in read:
-        position = 1 - read.index(FREE)
-        same = eqn.invars[position].aval.shape == eqn.outvars[0].aval.shape
-        return [read[position] if same else OTHER]
+        return [read[1 - read.index(FREE)]]
     # The old state is the first operand, and nothing else here may depend on it.
     if name in ("sub", "scatter-add") and all(s == FREE for s in read[1:]):
         return [read[0]]
@@ -75,6 +73,10 @@ def _outputs(eqn: JaxprEqn, read: list[int]) -> list[int]:
     if name in ("jit", "pjit", "closed_call") and body is not None:
         return _walk(body, read)
     return [OTHER] * len(eqn.outvars)
+
+
+def _kind(atom: Any) -> tuple[Any, Any]:
+    return atom.aval.shape, atom.aval.dtype
 
 
 def adds_over_rows(
@@ -116,14 +118,14 @@ def _rows(leaves: Sequence[Any], rows: int, seed: int, part: int) -> list[np.nda
     """Random tensors: integers are class numbers; the second trial has labels 0.0 and 1.0."""
     random = np.random.default_rng([seed, part])
     large = any(rows * np.prod(leaf.shape[1:], dtype=float) > _LARGEST_TRIAL for leaf in leaves)
-    shapes = [
-        tuple(min(n, _SHORTENED) if large else n for n in leaf.shape[1:]) for leaf in leaves
-    ]
-    classes = max([2, *(s[-1] for s, leaf in zip(shapes, leaves, strict=True) if s and _real(leaf))])
+    shapes = [tuple(min(n, _SHORTENED) if large else n for n in leaf.shape[1:]) for leaf in leaves]
+    classes = max(
+        [2, *(s[-1] for s, leaf in zip(shapes, leaves, strict=True) if s and _real(leaf))]
+    )
     made = []
     for i, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
         if _real(leaf):
-            values = random.random((rows, *shape))
+            values: Any = random.random((rows, *shape))
             values = np.round(values) if seed and i == 0 else values
         else:
             values = random.integers(0, classes, (rows, *shape))

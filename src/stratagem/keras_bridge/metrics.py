@@ -102,6 +102,8 @@ def _may_sum(
     scalars = [i for i in where if not leaves[i].shape]
     if scalars:
         return _may_sum_scalars(original, metric, leaves, where, tree, frame)
+    if any(v.aggregation != "sum" for v in metric.variables):
+        return False
     if not where or _adds_by_design(original, metric):
         return True
     key = (tree, tuple((leaf.shape[1:], str(leaf.dtype)) if _is_tensor(leaf) else leaf
@@ -129,7 +131,7 @@ def _may_sum_scalars(
 
 
 def _adds_by_design(original: Any, metric: Any) -> bool:
-    """True for Keras' own updates (a test tries them all), unless they call a function of others."""
+    """True for Keras' own updates (a test tries them all) that call no function of others."""
     if not original.__module__.startswith("keras.src.metrics"):
         return False
     if isinstance(metric, keras.metrics.MeanMetricWrapper):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from stratagem import _keras, context, variables
@@ -84,6 +85,12 @@ def _in_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(self)
     if strategy is None:
         return original(self, *args, **kwargs)
+    if keras.distribution.distribution() is not None:
+        raise ValueError(
+            f"Expected one way to distribute model {self.name!r}: it belongs to {strategy!r}. Got "
+            f"a keras.distribution as well, {keras.distribution.distribution()!r}. Call "
+            "keras.distribution.set_distribution(None), or build the model outside the strategy."
+        )
     args = tuple(adapt(data) for data in args)
     kwargs = {name: adapt(data) for name, data in kwargs.items()}
     with strategy.scope():
@@ -114,20 +121,40 @@ def _make(kind: str) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, force=force)
-        if getattr(self, attribute) is not None and not force:
+        # What Keras made before the model came to the strategy is not kept.
+        made_for = getattr(getattr(self, attribute), "_stratagem_strategy", None)
+        if made_for is strategy and not force:
             return None
-        if self.run_eagerly and strategy.num_replicas_in_sync > 1:
-            raise ValueError(
-                f"Expected run_eagerly=False for model {self.name!r} under {strategy!r}: its step "
-                "is one program for all replicas. Got run_eagerly=True. Debug with "
-                "stratagem.OneDeviceStrategy, or print with jax.debug.print."
-            )
+        if strategy.num_replicas_in_sync > 1:
+            _refuse_what_needs_one_replica(self, strategy)
         step = ModelStep(self, strategy, kind)
         function = self._make_function(step, concatenate_outputs=kind == "predict")
+        function._stratagem_strategy = strategy
         setattr(self, attribute, function)
         return None
 
     return make
+
+
+def _refuse_what_needs_one_replica(model: Any, strategy: Any) -> None:
+    if model.run_eagerly:
+        raise ValueError(
+            f"Expected run_eagerly=False for model {model.name!r} under {strategy!r}: its step "
+            "is one program for all replicas. Got run_eagerly=True. Debug with "
+            "stratagem.OneDeviceStrategy, or print with jax.debug.print."
+        )
+    stateful = [
+        layer.name
+        for layer in model._flatten_layers(include_self=False, recursive=True)
+        if getattr(layer, "stateful", False)
+    ]
+    if stateful:
+        raise ValueError(
+            f"Expected layers with stateful=False in model {model.name!r} under {strategy!r}: the "
+            "state of a stateful layer belongs to the rows of one batch, which are dealt to the "
+            f"replicas anew at each step. Got {stateful}. Train with "
+            "stratagem.OneDeviceStrategy, or give the layers their initial state as an input."
+        )
 
 
 class ModelStep:
@@ -153,6 +180,19 @@ class ModelStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Keras' step interface: `(state, batch) -> (results, state)`, state as lists of arrays."""
+        try:
+            return self._run(state, batch)
+        except BaseException:
+            self._give_back(state)
+            raise
+
+    def _give_back(self, state: Any) -> None:
+        """Keras takes the values out of a model's variables; a failed step puts them back."""
+        for variable, value in zip(self._flat, (v for group in state for v in group), strict=True):
+            if variable._value is None and not value.is_deleted():
+                variable._value = value
+
+    def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         rows, batch = self._deal(batch)
         fit = Fit(rows, rows_out=self._kind == "predict")
         compiled, values = self._executor.prepare(self._step, (batch,), {}, fit)

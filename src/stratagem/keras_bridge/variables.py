@@ -37,12 +37,22 @@ def _create(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if frame.trace is None:
         original(self, *args, **kwargs)
     else:
+        _check_initial_value(args[0] if args else kwargs.get("initializer"))
         with outside_trace():
             original(self, *args, **kwargs)
     if context.has_strategy():
         variables.check_declaration(self)
         with outside_trace() if frame.trace is not None else contextlib.nullcontext():
             variables.adopt(self, frame.strategy, created=True)
+
+
+def _check_initial_value(initializer: Any) -> None:
+    if isinstance(initializer, jax.core.Tracer):
+        raise ValueError(
+            "Expected an initial value that is known while the step is traced. Got a tensor that "
+            f"the step computes, {initializer}. Pass a number, a NumPy array or a function such as "
+            "initializer='zeros' with a shape, or create the variable outside the step."
+        )
 
 
 def _is_rule(value: Any) -> bool:

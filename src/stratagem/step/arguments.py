@@ -14,6 +14,7 @@ from stratagem.step.trace import NO_ROWS
 from stratagem.values import DistributedValues, Mirrored, PerReplica, map_leaves, open_parts
 
 _TENSORS = (jax.Array, np.ndarray, np.generic, int, float, complex)
+_OPEN = "a value that holds structures"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +34,19 @@ class Argument:
         return tuple(max(sizes) for sizes in zip(*self.shapes, strict=True))
 
 
-def flatten(arguments: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a call's arguments; values that hold structures are opened.
+def flatten(arguments: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    """Leaves and structure of a call's arguments, and what each leaf adds to the program's key.
 
     Distributed values and Keras variables are leaves, because JAX does not know their classes.
+    Values that hold structures are opened.
     """
     leaves, tree = jax.tree.flatten(arguments)
-    if any(_has_structure(leaf) for leaf in leaves):
+    keys = tuple([_key_of(leaf) for leaf in leaves])
+    if _OPEN in keys:
         opened = map_leaves(lambda x: open_parts(x) if _has_structure(x) else x, arguments)
         leaves, tree = jax.tree.flatten(opened)
-    return leaves, tree
+        keys = tuple([_key_of(leaf) for leaf in leaves])
+    return leaves, tree, keys
 
 
 def row_classes(
@@ -80,7 +84,9 @@ def describe(leaf: Any) -> Any:
         return _describe_parts(leaf)
     if isinstance(leaf, Mirrored):
         return Argument((np.shape(leaf.value),), jnp.asarray(leaf.value).dtype, False)
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+    if isinstance(leaf, jax.Array):  # also of random keys, whose dtype is no NumPy one
+        return Argument((leaf.shape,), leaf.dtype, False)
+    if isinstance(leaf, (np.ndarray, np.generic)):
         return Argument((leaf.shape,), jax.dtypes.canonicalize_dtype(leaf.dtype), False)
     return leaf
 
@@ -119,17 +125,17 @@ class _Same:
         return id(self._value)
 
 
-def key_of(leaf: Any) -> Any:
-    """What an argument adds to the key of its program: the same for what is described the same.
+def _key_of(leaf: Any) -> Any:
+    """The same for leaves that are described the same.
 
     Every call makes it, while `describe` is only needed for a new program.
     """
-    if isinstance(leaf, PerReplica) and leaf.stacked is not None:
-        return ("stacked", leaf.stacked.shape, leaf.stacked.dtype)
+    if isinstance(leaf, PerReplica) and (stacked := leaf.stacked) is not None:
+        return ("stacked", stacked.shape, stacked.dtype)
     if isinstance(leaf, jax.Array):
         return ("array", leaf.shape, leaf.dtype)
     if isinstance(leaf, (DistributedValues, np.ndarray, np.generic)):
-        return describe(leaf)
+        return _OPEN if _has_structure(leaf) else describe(leaf)
     try:
         hash(leaf)
     except TypeError:

@@ -37,8 +37,7 @@ def write(variable: Any, value: Any) -> Any:
         return value
     if variable.aggregation == "none":
         return _average_rows(value, frame) if variables.is_statistic(variable) else value
-    (combined,) = primitives.all_reduce([value], [_op(variable)], frame)
-    return combined.astype(value.dtype)
+    return _combine(variable, value, frame)
 
 
 def add(variable: Any, delta: Any) -> Any | None:
@@ -57,8 +56,15 @@ def add(variable: Any, delta: Any) -> Any | None:
         return delta
     if frame.replica is None or variable.aggregation == "none":
         return None
-    (combined,) = primitives.all_reduce([delta], [_op(variable)], frame)
-    return combined.astype(delta.dtype)
+    return _combine(variable, delta, frame)
+
+
+def _combine(variable: Any, value: Any, frame: context.Frame) -> Any:
+    op = _op(variable)
+    # A flag of the first replica travels as a number; the sum of flags stays an error.
+    sent = value.astype(jnp.int32) if op == "first" and value.dtype == jnp.bool_ else value
+    (combined,) = primitives.all_reduce([sent], [op], frame)
+    return combined.astype(value.dtype)
 
 
 def aggregate_read(variable: Any, component: Any, frame: context.Frame) -> Any:
@@ -67,8 +73,7 @@ def aggregate_read(variable: Any, component: Any, frame: context.Frame) -> Any:
         return component
     if variable.aggregation == "none":
         raise ValueError(variables.no_read_aggregation(variable))
-    (value,) = primitives.all_reduce([component], [_op(variable)], frame)
-    return value.astype(component.dtype)
+    return _combine(variable, component, frame)
 
 
 def _op(variable: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from stratagem import context, variables
 from stratagem.step import effects, invariance, numerics, tape, uneven
-from stratagem.step.arguments import Argument, describe, flatten, key_of, row_classes
+from stratagem.step.arguments import Argument, describe, flatten, row_classes
 from stratagem.step.lower import boundary, evaluate
 from stratagem.step.trace import (
     NO_ROWS,
@@ -244,8 +244,8 @@ class Executor:
             kwargs: keyword arguments.
             fit: how the step of a Keras model differs from one of `run`.
         """
-        leaves, tree = flatten((args, kwargs))
-        key = (fn, tree, tuple(map(key_of, leaves)), fit, numerics.is_on())
+        leaves, tree, keys = flatten((args, kwargs))
+        key = (fn, tree, keys, fit, numerics.is_on())
         compiled = self._cache.get(key)
         if compiled is None:
             described = [describe(leaf) for leaf in leaves]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from stratagem import variables
+from stratagem._jax import scan_split
 from stratagem.errors import ReplicaBranchError, ReplicaDependentWriteError
 from stratagem.step import primitives
 from stratagem.step.fuse import COLLECTIVES
@@ -92,7 +93,7 @@ def _refuse_waiting(eqn: JaxprEqn, condition_varies: bool) -> None:
 
 
 def _scan(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = scan_split(eqn.params)
     head, state, tail = read[:consts], read[consts : consts + carry], read[consts + carry :]
     while True:
         outs = _through(eqn.params["jaxpr"], [*head, *state, *tail])

@@ -78,7 +78,7 @@ def run_all_gather(
 
 
 # For those inside a loop or a branch, which JAX lowers.
-_lowerings = {
+_lowerings: dict[Any, Any] = {
     primitives.all_reduce_p: run_all_reduce,
     primitives.all_gather_p: run_all_gather,
     primitives.replica_id_p: lambda: jax.lax.axis_index(primitives.AXIS),

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from stratagem import context
@@ -51,7 +50,8 @@ def is_on() -> bool:
 
 def name_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Gradients that the checks will call by the paths of their variables."""
-    if not is_on() or context.current().trace is None or len(grads) != len(variables):
+    trace = context.current().trace
+    if not is_on() or trace is None or trace.synchronized or len(grads) != len(variables):
         return list(grads)
     return [
         None if g is None else primitives.mark_p.bind(jnp.asarray(g), kind="gradient", key=v.path)
@@ -105,11 +105,11 @@ def _is_float(atom: Any) -> bool:
     return not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-def judge(spoiled: Sequence[Any], checks: Sequence[Sequence[Check]]) -> None:
+def judge(spoiled: Any, checks: Sequence[Sequence[Check]]) -> None:
     """Raises if a value was spoiled.
 
     Args:
-        spoiled: for each replica, one flag a check.
+        spoiled: `[replicas, checks]`, booleans.
         checks: for each replica, what the flags are of.
 
     Raises:
@@ -118,13 +118,14 @@ def judge(spoiled: Sequence[Any], checks: Sequence[Sequence[Check]]) -> None:
     bad = [
         (check.stage, replica, check.name)
         for replica, (flags, own) in enumerate(zip(spoiled, checks, strict=True))
-        for flag, check in zip(np.asarray(flags), own, strict=False)
+        for flag, check in zip(flags, own, strict=False)  # classes of rows may have fewer checks
         if flag
     ]
     if not bad:
         return
     stage = min(bad)[0]
-    listed = "\n".join(f"  replica {r}: {name}" for s, r, name in bad if s == stage)
+    lines = dict.fromkeys(f"  replica {r}: {name}" for s, r, name in bad if s == stage)
+    listed = "\n".join(lines)
     raise DivergedError(
         f"Expected finite values on all replicas. Got NaN or infinity first {_STAGES[stage]}:\n"
         f"{listed}\nLook at what that replica computed from: its rows are "

@@ -19,6 +19,7 @@ import keras
 from jax.extend.core import ClosedJaxpr
 
 from stratagem import context, variables
+from stratagem._jax import current_trace
 from stratagem.errors import ReplicaBranchError
 from stratagem.step import effects, primitives
 from stratagem.values import DistributedValues, PerReplica
@@ -110,9 +111,18 @@ class ProgramScope(keras.StatelessScope):
         self.trace = trace
         trace.scope = self
         self.written: dict[int, Any] = {}
+        self._level = current_trace()
 
     def add_update(self, update: Any) -> None:
         variable, value = update
+        if current_trace() is not self._level:
+            raise RuntimeError(
+                "Expected writes to variables at the top level of a step. Got a write to "
+                f"{variables.describe(variable)} at {variables.user_line()}, inside a loop, a "
+                "branch or a function that JAX transforms (jit, grad, vmap, scan, cond), which "
+                "values leave only by being returned. Return the value and assign it afterwards; "
+                "differentiate layers that have state with stratagem.GradientTape."
+            )
         self.local_value(variable)  # a written variable is an input too: it is donated
         self.state_mapping[id(variable)] = value
         self.written[id(variable)] = variable

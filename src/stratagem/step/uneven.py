@@ -156,12 +156,14 @@ def _align(programs: Sequence[Program], members: Sequence[int]) -> None:
 
 def _describe_results(program: Program) -> Any:
     avals = iter(program.jaxpr.out_avals)
-    kinds = [
-        kind if kind == "static" else f"{a.dtype} of rank {a.ndim}"
-        for kind, _ in program.out_leaves
-        for a in ([next(avals)] if kind != "static" else [None])
-    ]
-    return str(program.out_tree), kinds
+
+    def describe(kind: str) -> str:
+        if kind == "static":
+            return "a Python object"
+        aval = next(avals)
+        return f"{aval.dtype} of rank {aval.ndim}"
+
+    return str(program.out_tree), [describe(kind) for kind, _ in program.out_leaves]
 
 
 def _check_collectives(classes: Sequence[Numbered]) -> None:

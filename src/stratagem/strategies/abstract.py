@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import keras
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stratagem import config, context, data, variables
 from stratagem.collectives import CrossDeviceOps, NcclAllReduce
@@ -53,7 +53,11 @@ class Strategy(Extended):
         self.cross_device_ops = ops.placed_on(self._devices)
         self.mesh = Mesh(np.asarray(self._devices), (AXIS,))
         self._one = len(self._devices) == 1
-        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self._home = (
+            SingleDeviceSharding(self._devices[0])
+            if self._one
+            else NamedSharding(self.mesh, PartitionSpec())
+        )
         self._split = NamedSharding(self.mesh, PartitionSpec(AXIS))
         self._run = Executor(self, self._replica_context())
         self._call = Executor(self, None)
@@ -70,10 +74,10 @@ class Strategy(Extended):
 
     def place(self, value: Any) -> jax.Array:
         """Lays a value out where mirrored variables live: on every replica's device."""
-        if isinstance(value, jax.Array) and value.sharding == self._replicated:
+        # Asked for every variable in every step of `fit`; device_put takes longer to find it out.
+        if isinstance(value, jax.Array) and value.committed and value.sharding == self._home:
             return value
-        target = self._devices[0] if self._one else self._replicated
-        return jax.device_put(_canonical(value), target)
+        return jax.device_put(_canonical(value), self._home)
 
     def place_stacked(self, stacked: Any) -> jax.Array:
         """Lays `[replicas, ...]` out with one row on each replica's device."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from stratagem import context
 from stratagem.collectives import NcclAllReduce
-from stratagem.data import ValueContext
+from stratagem.data import InputContext, ValueContext
 from stratagem.step.execute import Executor
 from stratagem.step.replica import ReplicaContext
 from stratagem.strategies.abstract import Strategy
@@ -93,6 +93,15 @@ class DefaultStrategy(Strategy):
         """The dataset itself."""
         del options
         return dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> Any:
+        """What `dataset_fn(InputContext())` returns."""
+        del options
+        return dataset_fn(InputContext())
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """`value_fn(ValueContext())`, bare."""
