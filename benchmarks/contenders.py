@@ -75,7 +75,7 @@ def _fit(title: str, model: str, steps: int, samples: int, goals: tuple[Goal, ..
         "rows a second",
         steps,
         samples,
-        (max(5, steps // 2), 3),
+        (max(4, steps // 2), 5),
         (
             Contender(FIT, ("fit_stratagem.py", model)),
             Contender(DATA_PARALLEL, ("fit_data_parallel.py", model)),
@@ -90,9 +90,9 @@ CASES = {
     "loop": Case(
         "custom loop, 10-16-1 MLP, batch 64, 2 replicas",
         "us a step",
-        500,
-        9,
-        (200, 5),
+        400,
+        15,
+        (200, 7),
         (
             Contender(FUNCTION, ("loop_stratagem.py", "function")),
             Contender(HAND, ("loop_by_hand.py",)),
@@ -105,15 +105,15 @@ CASES = {
     "fit-mlp": _fit(
         "fit, 784-256-10 MLP, batch 256, 2 replicas",
         "mlp",
-        100,
-        7,
+        60,
+        15,
         (Goal(FIT, (TF, TF_KERAS), 1.5), Goal(FIT, (DATA_PARALLEL,), 1.0)),
     ),
     "fit-cnn": _fit(
         "fit, small CNN on Fashion-MNIST, batch 256, 2 replicas",
         "cnn",
-        12,
-        3,
+        6,
+        9,
         (Goal(FIT, (DATA_PARALLEL,), 1.0),),
     ),
 }

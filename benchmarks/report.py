@@ -18,15 +18,13 @@ class Figures:
 
     Attributes:
         firsts: seconds of the first step, one a process.
-        medians: median of the samples, one a process, in the case's unit.
-        samples: all samples, one list a process.
+        samples: in the case's unit, in the order in which they were taken.
         loss: last loss of the last process.
         about: versions.
     """
 
     firsts: list[float] = dataclasses.field(default_factory=list)
-    medians: list[float] = dataclasses.field(default_factory=list)
-    samples: list[list[float]] = dataclasses.field(default_factory=list)
+    samples: list[float] = dataclasses.field(default_factory=list)
     loss: float = 0.0
     about: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -38,15 +36,15 @@ class Ratio:
     Attributes:
         goal: the goal.
         than: the contender it was measured against.
-        median: median over the rounds of the ratio of two processes that ran in one round.
-        spread: smallest and largest of those.
+        median: median of the ratios of two samples taken in one turn.
+        quartiles: of those.
         met: whether the median keeps the bound.
     """
 
     goal: Goal
     than: str
     median: float
-    spread: tuple[float, float]
+    quartiles: tuple[float, float]
     met: bool
 
 
@@ -58,14 +56,14 @@ def ratios(case: Case, figures: dict[str, Figures]) -> list[Ratio]:
         if goal.who not in figures or not rivals:
             continue
         best = min if case.lower_is_better else max
-        than = best(rivals, key=lambda name: statistics.median(figures[name].medians))
-        rounds = [
+        than = best(rivals, key=lambda name: statistics.median(figures[name].samples))
+        turns = [
             ours / theirs
-            for ours, theirs in zip(figures[goal.who].medians, figures[than].medians, strict=True)
+            for ours, theirs in zip(figures[goal.who].samples, figures[than].samples, strict=True)
         ]
-        median = statistics.median(rounds)
+        low, median, high = statistics.quantiles(turns, n=4, method="inclusive")
         met = median <= goal.bound if case.lower_is_better else median >= goal.bound
-        found.append(Ratio(goal, than, median, (min(rounds), max(rounds)), met))
+        found.append(Ratio(goal, than, median, (low, high), met))
     return found
 
 
@@ -73,23 +71,24 @@ def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
     """Prints a case's figures, then its goals."""
     table = Table(title=case.title, title_justify="left")
     table.add_column("contender", no_wrap=True)
-    for heading in (case.unit, "least to most", "first step, s", "last loss"):
+    for heading in (case.unit, "quartiles", "first step, s", "last loss"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, f in figures.items():
+        low, median, high = statistics.quantiles(f.samples, n=4, method="inclusive")
         table.add_row(
             name,
-            f"{statistics.median(f.medians):,.0f}",
-            f"{min(f.medians):,.0f} to {max(f.medians):,.0f}",
+            f"{median:,.0f}",
+            f"{low:,.0f} to {high:,.0f}",
             f"{statistics.median(f.firsts):.2f}",
             f"{f.loss:.4f}",
         )
     console.print(table)
     for ratio in ratios(case, figures):
         bound = f"{'<=' if case.lower_is_better else '>='} {ratio.goal.bound:g}"
-        low, high = ratio.spread
+        low, high = ratio.quartiles
         verdict = "[green]met[/]" if ratio.met else "[red]missed[/]"
         if low < ratio.goal.bound < high:
-            verdict += ", the bound lies within the spread"
+            verdict += ", the bound lies within the quartiles"
         console.print(
             f"  {ratio.goal.who} / {ratio.than}: {ratio.median:.3f} ({low:.2f} to {high:.2f}), "
             f"goal {bound}: {verdict}",
@@ -99,7 +98,7 @@ def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
 
 
 def plot(results: Sequence[tuple[Case, dict[str, Figures]]], path: Path) -> None:
-    """Draws one panel a case: a bar is the median of the processes, a dot one process."""
+    """Draws one panel a case: a bar is the median, a dot one sample."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,12 +109,12 @@ def plot(results: Sequence[tuple[Case, dict[str, Figures]]], path: Path) -> None
     )
     for axis, (case, figures) in zip(axes[0], results, strict=True):
         names = list(figures)[::-1]
-        medians = [statistics.median(figures[name].medians) for name in names]
+        medians = [statistics.median(figures[name].samples) for name in names]
         colors = ["tab:blue" if name.startswith("stratagem") else "silver" for name in names]
         axis.barh(names, medians, color=colors)
         for i, name in enumerate(names):
-            dots = figures[name].medians
-            axis.plot(dots, [i] * len(dots), "k.", markersize=4)
+            dots = figures[name].samples
+            axis.plot(dots, [i] * len(dots), "k.", markersize=3)
         better = "lower" if case.lower_is_better else "higher"
         axis.set_title(case.title, fontsize="small")
         axis.set_xlabel(f"{case.unit} ({better} is better)")

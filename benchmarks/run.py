@@ -2,20 +2,21 @@
 
     python benchmarks/run.py [--peer PYTHON] [--quick] [--only CASE ...] [--out FOLDER]
 
-Each contender runs in a process of its own; a round runs every contender of a case once, and the
-rounds repeat, so that a slow moment of the machine meets all of them. A figure is the median over
-the rounds of each process's median; a ratio is taken within a round. `--peer` is the Python of an
-environment with TensorFlow (`make bench` builds it); without it those contenders are left out.
+Each contender of a case runs in a process of its own. They take turns, a sample of many steps
+each, so that a slow moment of the machine meets all of them; a figure is the median of the
+samples, a ratio is taken within a turn. Several rounds do this with new processes. `--peer` is the
+Python of an environment with TensorFlow (`make bench` builds it); without it those contenders are
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,17 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CASES, OURS, PEER, Case, Contender
+from process import ContenderProcess
 from report import Figures, plot, ratios, show
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 COLLECTIVES = "collectives"
-# Keras chooses its backend by a variable; TensorFlow says on each start that it found no GPU.
-ENVIRONMENT = {
-    OURS: {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-    PEER: {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
-}
-TIMEOUT = 300  # seconds for one process
 
 
 def available(contender: Contender, peer: Path | None) -> str | None:
@@ -48,30 +44,6 @@ def available(contender: Contender, peer: Path | None) -> str | None:
     return f"{package} is not installed in the peer environment" if missing else None
 
 
-def run(contender: Contender, python: Path, steps: int, samples: int) -> dict[str, Any]:
-    """Runs one contender in a new process and returns the JSON that it printed.
-
-    Raises:
-        RuntimeError: the process failed; with the end of what it said.
-    """
-    script, *arguments = contender.command
-    command = [python, HERE / "cases" / script, *arguments]
-    done = subprocess.run(
-        [*command, "--steps", str(steps), "--samples", str(samples)],
-        env={**os.environ, **ENVIRONMENT[contender.python]},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"Expected {contender.name!r} to print its figures. Got exit status "
-            f"{done.returncode} from {' '.join(map(str, command))}:\n{done.stderr[-3000:]}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def measure(
     case: Case, contenders: Sequence[Contender], pythons: dict[str, Path], rounds: int,
     quick: bool, console: Console,
@@ -81,15 +53,22 @@ def measure(
     steps, samples = case.quick if quick else (case.steps, case.samples)
     scale = 1e6 if case.lower_is_better else 1.0
     for number in range(rounds):
-        # Every second round runs backwards: nobody always follows the same neighbour.
-        for contender in contenders if number % 2 == 0 else contenders[::-1]:
-            console.print(f"[dim]{case.title}: round {number + 1}/{rounds}, {contender.name}[/]")
-            found = run(contender, pythons[contender.python], steps, samples)
-            mine = figures[contender.name]
-            mine.firsts.append(found["first"])
-            mine.samples.append([scale * sample for sample in found["samples"]])
-            mine.medians.append(statistics.median(mine.samples[-1]))
-            mine.loss, mine.about = found["loss"], found["about"]
+        with contextlib.ExitStack() as stack:
+            running = {}
+            for contender in contenders:
+                console.print(
+                    f"[dim]{case.title}: round {number + 1}/{rounds}, {contender.name}[/]"
+                )
+                process = ContenderProcess(contender, pythons[contender.python], steps, samples)
+                running[contender.name] = stack.enter_context(process)
+                figures[contender.name].firsts += process.read("first")
+            names = list(running)
+            for turn in range(samples):
+                # Every second turn runs backwards: nobody always follows the same neighbour.
+                for name in names if turn % 2 == 0 else names[::-1]:
+                    figures[name].samples.append(scale * running[name].sample())
+            for name, process in running.items():
+                figures[name].loss, figures[name].about = process.read("loss", "about")
     return figures
 
 
@@ -117,13 +96,13 @@ def record(results: Sequence[tuple[Case, dict[str, Figures]]]) -> dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer", type=Path, metavar="PYTHON", help="a Python with TensorFlow")
-    parser.add_argument("--quick", action="store_true", help="two short rounds")
-    parser.add_argument("--rounds", type=int, help="processes a contender (default 5; quick 2)")
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--rounds", type=int, help="new processes (default 3; quick 1)")
     parser.add_argument("--only", nargs="+", choices=[*CASES, COLLECTIVES], metavar="CASE",
                         help=f"some of {', '.join([*CASES, COLLECTIVES])}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=HERE.parent / "out", metavar="FOLDER")
     options = parser.parse_args(arguments)
-    rounds = options.rounds or (2 if options.quick else 5)
+    rounds = options.rounds or (1 if options.quick else 3)
     wanted = options.only or [*CASES, COLLECTIVES]
 
     console, progress = Console(), Console(stderr=True, soft_wrap=True)

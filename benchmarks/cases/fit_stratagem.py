@@ -19,8 +19,8 @@ def main() -> None:
     keras.utils.set_random_seed(0)
     with stratagem.MirroredStrategy().scope():
         model = models.classifier(keras, arguments.model)
-    found = fitting.fit(keras, model, arguments.steps, arguments.samples)
-    measure.report(*found, jax=jax.__version__, keras=keras.__version__)
+    loss = fitting.fit(keras, model, arguments.steps, arguments.samples)
+    measure.say(loss=loss, about={"jax": jax.__version__, "keras": keras.__version__})
 
 
 if __name__ == "__main__":

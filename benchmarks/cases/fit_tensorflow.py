@@ -14,8 +14,8 @@ def main() -> None:
     keras.utils.set_random_seed(0)
     with tensor_flow.strategy().scope():
         model = models.classifier(keras, arguments.model)
-    found = fitting.fit(keras, model, arguments.steps, arguments.samples)
-    measure.report(*found, **tensor_flow.versions(keras))
+    loss = fitting.fit(keras, model, arguments.steps, arguments.samples)
+    measure.say(loss=loss, about=tensor_flow.versions(keras))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The same custom loop by hand: one jitted shard_map with donated state and one psum."""
+"""The same custom loop by hand: one jitted shard_map with donated state and one psum.
+
+Stratagem is not imported. run.py sets the size of XLA's thread pool (NPROC), without which two
+devices on two cores stop for good.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,6 @@ import numpy as np
 import problems
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from stratagem import config
 
 
 def replica_step(params: Any, x: Any, y: Any) -> Any:
@@ -28,7 +30,7 @@ def replica_step(params: Any, x: Any, y: Any) -> Any:
 
 
 def main() -> None:
-    config.set_virtual_devices(problems.REPLICAS)
+    jax.config.update("jax_num_cpu_devices", problems.REPLICAS)
     arguments = measure.options()
     mesh = Mesh(np.asarray(jax.devices()[: problems.REPLICAS]), ("replica",))
     rows, same = NamedSharding(mesh, P("replica")), NamedSharding(mesh, P())
@@ -50,10 +52,8 @@ def main() -> None:
         return loss
 
     batches = jax.device_put(problems.loop_batches(), rows)
-    first, samples = measure.loop(
-        step, batches, arguments.steps, arguments.samples, jax.block_until_ready
-    )
-    measure.report(first, samples, float(step(batches[0])), jax=jax.__version__)
+    measure.loop(step, batches, arguments.steps, arguments.samples, jax.block_until_ready)
+    measure.say(loss=float(step(batches[0])), about={"jax": jax.__version__})
 
 
 if __name__ == "__main__":

@@ -38,11 +38,9 @@ def main() -> None:
     with strategy.scope():
         batches = list(strategy.experimental_distribute_dataset(problems.loop_batches()))
         train = stratagem.function(step) if arguments.how == "function" else step
-        first, samples = measure.loop(
-            train, batches, arguments.steps, arguments.samples, jax.block_until_ready
-        )
+        measure.loop(train, batches, arguments.steps, arguments.samples, jax.block_until_ready)
         loss = float(train(batches[0]))
-    measure.report(first, samples, loss, jax=jax.__version__, keras=keras.__version__)
+    measure.say(loss=loss, about={"jax": jax.__version__, "keras": keras.__version__})
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ def main() -> None:
         ),
     )
     batches = list(strategy.experimental_distribute_dataset(data))
-    first, samples = measure.loop(
+    measure.loop(
         lambda batch: step(*batch),
         batches,
         arguments.steps,
         arguments.samples,
         lambda loss: loss.numpy(),
     )
-    measure.report(first, samples, float(step(*batches[0])), **tensor_flow.versions(keras))
+    measure.say(loss=float(step(*batches[0])), about=tensor_flow.versions(keras))
 
 
 if __name__ == "__main__":

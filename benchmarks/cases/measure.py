@@ -1,13 +1,15 @@
-"""How every contender measures itself: the first step, then samples of many steps.
+"""How every contender measures itself: the first step, then one sample whenever it is its turn.
 
-A contender is a script that takes `--steps` and `--samples`, and prints one line of JSON. Each
-runs in a process of its own, so that none warms a cache or sizes a thread pool for another.
+A contender is a script that takes `--steps` and `--samples` and talks in lines with run.py, which
+lets several of them take turns, each in a process of its own: it prints its first step, waits for
+a line, takes a sample, prints it, waits again; after the last sample it says what it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,11 +29,29 @@ def options(*extra: tuple[str, list[str]]) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def say(**facts: Any) -> None:
+    """One line of JSON for run.py.
+
+    Args:
+        facts: `first` (seconds of the first step: trace, compile, run), then `sample` for each
+            sample (seconds of a step, or rows per second), in the end `loss` and `about`.
+    """
+    print(json.dumps(facts), flush=True)
+
+
+def wait_for_turn() -> None:
+    """Returns when run.py lets this contender take its next sample."""
+    if not sys.stdin.readline():
+        raise EOFError("Expected a line on standard input for each sample. Got its end.")
+
+
 def loop(
     step: Callable[[Any], Any], batches: list[Any], steps: int, samples: int,
     wait: Callable[[Any], Any],
-) -> tuple[float, list[float]]:  # fmt: skip
-    """Times a custom loop.
+) -> None:  # fmt: skip
+    """Times a custom loop, in seconds of one step.
+
+    A loop does not look at each loss, it waits at the end of a sample.
 
     Args:
         step: takes one prepared batch, returns the loss.
@@ -39,33 +59,20 @@ def loop(
         steps: steps in one sample.
         samples: samples wanted.
         wait: returns when the given loss, and so the step that made it, is there.
-
-    Returns:
-        Seconds of the first step, and for each sample seconds of one step. A loop does not look at
-        each loss, it waits at the end of a sample.
     """
-    start = time.perf_counter()
-    wait(step(batches[0]))
-    first = time.perf_counter() - start
 
     def sample() -> float:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for i in range(steps):
             loss = step(batches[i % len(batches)])
         wait(loss)
-        return (time.perf_counter() - begin) / steps
+        return (time.perf_counter() - start) / steps
 
+    start = time.perf_counter()
+    wait(step(batches[0]))
+    first = time.perf_counter() - start
     sample()  # warm
-    return first, [sample() for _ in range(samples)]
-
-
-def report(first: float, samples: list[float], loss: float, **about: Any) -> None:
-    """Prints what a contender found.
-
-    Args:
-        first: seconds of the first step: trace, compile, run.
-        samples: seconds of one step, or rows per second.
-        loss: the last loss, to see that all contenders trained the same model.
-        about: versions, devices.
-    """
-    print(json.dumps({"first": first, "samples": samples, "loss": loss, "about": about}))
+    say(first=first)
+    for _ in range(samples):
+        wait_for_turn()
+        say(sample=sample())

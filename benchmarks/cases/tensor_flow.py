@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 def keras(name: str) -> Any:
-    """Keras 3 on TensorFlow ("keras"), or Keras 2 ("tf_keras"), which tf.distribute grew up with."""
+    """Keras 3 ("keras"), or Keras 2 ("tf_keras"), for which tf.distribute was made."""
     return importlib.import_module(name)
 
 

@@ -130,6 +130,30 @@ def test_a_failing_function_fails_with_its_own_error(strategy):
     assert float(v.value) == 1.0
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_failing_step_of_a_model_leaves_the_model_whole(strategy, method):
+    class Fails(keras.layers.Layer):
+        def call(self, x):
+            if x.shape[0] == 3 and getattr(self, "armed", False):
+                raise KeyError("mine")
+            return x
+
+    with strategy.scope():
+        fails = Fails()
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), fails])
+        model.compile("sgd", "mse")
+    x, y = np.ones((6, 2), "float32"), np.ones((6, 1), "float32")
+    before = model.get_weights()
+    args = (x,) if method == "predict" else (x, y)
+    fails.armed = True
+    with pytest.raises(KeyError, match="mine"):
+        getattr(model, method)(*args, batch_size=6, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    fails.armed = False
+    getattr(model, method)(*args, batch_size=6, verbose=0)
+
+
 # Variables made on the way.
 
 
@@ -236,6 +260,52 @@ def test_float64_and_int64_arrive_as_jax_keeps_them(strategy):
         assert strategy.run(fn, (two(2, dtype=dtype),)).values[0].dtype == kept
 
 
+def test_random_keys(strategy):
+    """Shared, per replica, captured and as results; with even and uneven rows."""
+    key, keys = jax.random.key(7), list(jax.random.split(jax.random.key(8)))
+
+    def fn(x, shared, own):
+        folded = jax.random.fold_in(key, x.shape[0])
+        total = stratagem.get_replica_context().all_reduce("SUM", jnp.sum(x))
+        noise = [jax.random.normal(k, x.shape) for k in (key, shared, own, folded)]
+        return noise, total, folded
+
+    for sizes in ((2, 2), (2, 1)):
+        parts = stratagem.PerReplica([np.ones(n, "float32") for n in sizes])
+        noise, total, carried = strategy.run(fn, (parts, key, stratagem.PerReplica(keys)))
+        for r, size in enumerate(sizes):
+            folded = jax.random.fold_in(key, size)
+            for got, k in zip(noise, (key, key, keys[r], folded), strict=True):
+                np.testing.assert_array_equal(got.values[r], jax.random.normal(k, (size,)))
+            np.testing.assert_array_equal(
+                jax.random.key_data(carried.values[r]), jax.random.key_data(folded)
+            )
+        assert floats(total) == [sum(sizes)] * 2
+
+
+@pytest.mark.parametrize("outer", [jax.jit, jax.grad])
+def test_inside_a_jax_transformation(strategy, outer):
+    def fn(x):
+        return strategy.run(lambda y: y * 2, (x,)).values[0]
+
+    with pytest.raises(TypeError, match="inside a JAX transformation.*@stratagem.function"):
+        outer(fn)(jnp.float32(1))
+
+
+def test_collectives_under_vmap(strategy):
+    def fn(x):
+        context = stratagem.get_replica_context()
+        total = jax.vmap(lambda a: context.all_reduce("SUM", a))(x)
+        everyone = jax.vmap(lambda a: context.all_gather(a[None], 0), in_axes=0, out_axes=1)(x)
+        own = jax.vmap(lambda a: a + context.replica_id_in_sync_group)(x)
+        return total, everyone, own
+
+    total, everyone, own = strategy.run(fn, (two(3),))
+    assert np.asarray(total.values[0]).tolist() == [3, 3, 3]
+    assert np.asarray(everyone.values[0]).tolist() == [[1, 1, 1], [2, 2, 2]]
+    assert np.asarray(own.values[1]).tolist() == [3, 3, 3]
+
+
 def test_keyword_arguments_and_nests(strategy):
     def fn(batch, *, scale):
         return {"sum": batch["x"] + batch["y"][0], "scaled": [batch["x"] * scale]}
@@ -281,6 +351,29 @@ def test_values_that_the_user_holds_survive(strategy):
     for old in (held, view, shard, mirrored[0]):
         np.testing.assert_array_equal(np.asarray(old), [0, 1, 2])
     np.testing.assert_array_equal(np.asarray(v.value), [6, 7, 8])
+
+
+def test_only_values_that_someone_holds_are_copied(strategy, monkeypatch):
+    with strategy.scope():
+        v, w = (
+            keras.Variable(0.0),
+            keras.Variable(0.0, aggregation="sum", synchronization="on_read"),
+        )
+
+    def fn():
+        v.assign_add(1.0)
+        w.assign_add(1.0)
+
+    copied = []
+    copy = jnp.copy
+    monkeypatch.setattr(jnp, "copy", lambda x: copied.append(x) or copy(x))
+    for _ in range(3):
+        strategy.run(fn)
+    assert copied == []
+    held = v.value
+    strategy.run(fn)
+    assert len(copied) == 1
+    assert float(held) == 3.0
 
 
 def test_values_of_components_survive(strategy):

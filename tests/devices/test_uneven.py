@@ -143,6 +143,16 @@ def test_constants_that_depend_on_the_size(strategy):
     assert lists(looped) == [4, 2, 0]
 
 
+def test_host_functions_that_depend_on_the_size(strategy):
+    def fn(x):
+        def add(a, rows=x.shape[0]):
+            return np.float32(a + rows)
+
+        return jax.pure_callback(add, jax.ShapeDtypeStruct((), "float32"), jnp.float32(1))
+
+    assert lists(strategy.run(fn, (rows(2, 1, 0),))) == [3, 2, 1]
+
+
 def test_a_dead_value_that_is_common_elsewhere(strategy):
     with strategy.scope():
         v = keras.Variable(2.0)

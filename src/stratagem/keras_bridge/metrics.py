@@ -121,6 +121,7 @@ def _may_sum_scalars(
 
     In `fit`, a Mean of them without weights counts batches: it takes the batch's value, which is
     the average by rows. With weights (the number of rows) its parts add up, as do other metrics'.
+    A number that is a sum over the replica's rows belongs in a Sum: it cannot be told from a mean.
     """
     counts_batches = isinstance(metric, keras.metrics.Mean) and len(leaves) == 1
     if frame.trace.rows.weight is not None and counts_batches:

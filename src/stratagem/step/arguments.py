@@ -77,6 +77,12 @@ def _has_structure(leaf: Any) -> bool:
 
 def describe(leaf: Any) -> Any:
     """An Argument for what the program takes as input; the leaf itself for what it knows."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError(
+            f"Expected arrays to run a step on. Got {leaf}, a value inside a JAX transformation "
+            "such as jax.jit or jax.grad, which cannot contain a step of a strategy. Decorate the "
+            "outer function with @stratagem.function, and use stratagem.GradientTape inside."
+        )
     if isinstance(leaf, PerReplica):
         stacked = leaf.stacked
         if stacked is not None:

@@ -64,8 +64,9 @@ class Compiled:
         written = set(program.written)
         self._kept = [v for i, v in enumerate(program.variables) if i not in written]
         split = not self._one and not program.aggregated
-        self._components = [split and variables.is_on_read(v) for v in self._given]
-        self._kept_components = [split and variables.is_on_read(v) for v in self._kept]
+        # Variables, each with whether its value is in components.
+        self._given_slots = [(v, split and variables.is_on_read(v)) for v in self._given]
+        self._kept_slots = [(v, split and variables.is_on_read(v)) for v in self._kept]
         self._result_shapes = _result_shapes(programs, members)
         self._sparse = _has_slices(program.out_tree)
         self._checks = [programs[max(m, 0)].checks for m in members]
@@ -74,14 +75,8 @@ class Compiled:
 
     def state(self) -> tuple[list[Any], list[Any]]:
         """The values of the donated and of the other variables."""
-        given, kept = (
-            [v.components if c else v._value for v, c in zip(found, components, strict=True)]
-            for found, components in (
-                (self._given, self._components),
-                (self._kept, self._kept_components),
-            )
-        )
-        return _own(given), kept
+        given = [v.components if c else v._value for v, c in self._given_slots]
+        return _own(given), [v.components if c else v._value for v, c in self._kept_slots]
 
     def apply(
         self, values: Sequence[Any], current: Callable[[Any], Any]
@@ -102,7 +97,7 @@ class Compiled:
 
     def store(self, state: Sequence[Any]) -> None:
         """Gives the written variables their new values."""
-        for variable, component, value in zip(self._given, self._components, state, strict=True):
+        for (variable, component), value in zip(self._given_slots, state, strict=True):
             if component:
                 variable.components = value
             elif self._foreign:
@@ -122,6 +117,10 @@ class Compiled:
             return value.values[0]
         if value.stacked is not None:
             return value.stacked
+        if jnp.issubdtype(argument.dtype, jax.dtypes.prng_key):
+            keys = np.stack([np.asarray(jax.random.key_data(key)) for key in value.values])
+            impl = jax.random.key_impl(value.values[0])
+            return jax.random.wrap_key_data(self._strategy.place_stacked(keys), impl=impl)
         parts = [np.asarray(part) for part in value.values]
         stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
         for r, part in enumerate(parts):
@@ -173,8 +172,17 @@ def _whole(leaf: Any) -> Any:
 
 def _own(values: list[Any]) -> list[Any]:
     """Copies the values that someone else still holds: the program destroys what it is given."""
-    free = 4  # the variable, the list, the loop, and the argument of getrefcount
-    return [jnp.copy(v) if sys.getrefcount(v) > free else v for v in values]
+    held = zip(values, _references(values), strict=True)
+    return [jnp.copy(v) if count > _UNSHARED else v for v, count in held]
+
+
+def _references(values: list[Any]) -> list[int]:
+    return [sys.getrefcount(v) for v in values]
+
+
+# What `_references` says of a value that one variable and the list hold; Python versions differ.
+_variable = [object()]
+_UNSHARED = _references([*_variable])[0]
 
 
 def _result_shapes(programs: list[Program], members: tuple[int, ...]) -> list[Any]:

@@ -6,10 +6,12 @@ Wegman and Zadeck, "Detecting equality of variables in programs", POPL 1988.)
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
@@ -45,9 +47,12 @@ class Numbered:
         for depth, level in enumerate(self.levels):
             for eqn in level.eqns:
                 operands = [self.of(v) for v in eqn.invars]
+                # What a function on the host does cannot be read; each is one of a kind.
+                own = "callback" in eqn.primitive.name
+                parameters = object() if own else _key(eqn.params)
                 for i, v in enumerate(eqn.outvars):
                     self.number[v] = self._new(
-                        eqn.primitive.name, i, str(v.aval), *operands, _key(eqn.params)
+                        eqn.primitive.name, i, str(v.aval), *operands, parameters
                     )
             outs = [*level.totals, *(v for eqn in level.gathers for v in eqn.outvars)]
             for i, v in enumerate(outs):
@@ -65,8 +70,12 @@ class Numbered:
 
 
 def _array_key(array: Any) -> Any:
+    what = str(getattr(array, "dtype", ""))
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
     value = np.asarray(array)
-    return (value.shape, str(value.dtype), value.tobytes())
+    content = value.tobytes() if value.nbytes < 1024 else hashlib.sha256(value.tobytes()).digest()
+    return (what, value.shape, str(value.dtype), content)
 
 
 def _key(params: Any) -> Any:

@@ -158,9 +158,15 @@ def _all_gather_transpose(
     return [jax.lax.dynamic_slice_in_dim(padded, starts, rows, axis=0)]
 
 
+def _all_gather_batch(args: Any, dims: Any, **params: Any) -> Any:
+    (value,), (dim,) = args, dims  # rows stay in front, what is mapped goes last
+    return all_gather_p.bind(jnp.moveaxis(value, dim, -1), **params), value.ndim - 1
+
+
 ad.primitive_jvps[all_reduce_p] = _all_reduce_jvp
 ad.primitive_transposes[all_reduce_p] = _all_reduce_transpose
 batching.primitive_batchers[all_reduce_p] = _all_reduce_batch
+batching.primitive_batchers[all_gather_p] = _all_gather_batch
 ad.deflinear2(all_gather_p, _all_gather_transpose)
 
 

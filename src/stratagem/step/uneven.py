@@ -241,7 +241,7 @@ def _branch(
     dtypes = [v.aval.dtype for v in wanted[0]]
 
     def blank(avals: Sequence[Any]) -> list[Any]:
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in avals]
+        return [jax.lax.full(v.aval.shape, 0, v.aval.dtype) for v in avals]
 
     def body(k: int) -> Any:
         cls = classes[k]
@@ -267,7 +267,7 @@ def _branch(
         return run
 
     def empty() -> Any:
-        zeros = [jnp.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        zeros = [jax.lax.full(s, 0, d) for s, d in zip(shapes, dtypes, strict=True)]
         return zeros, [blank(k) for k in keep]
 
     outs, own = jax.lax.switch(which, [*(body(k) for k in range(len(classes))), empty])
