@@ -45,7 +45,7 @@ class Case:
 
     Attributes:
         title: what is done.
-        unit: "us a step" (lower is better) or "rows a second" (higher is better).
+        unit: "us/step" (microseconds, lower is better) or "rows/s" (higher is better).
         steps: steps in one sample.
         samples: samples in one process.
         quick: the two for `--quick`.
@@ -61,18 +61,18 @@ class Case:
 
     @property
     def lower_is_better(self) -> bool:
-        return self.unit == "us a step"
+        return self.unit == "us/step"
 
 
-FUNCTION, PLAIN, HAND = "stratagem.function", "stratagem run, reduce", "jit, shard_map by hand"
-FIT, DATA_PARALLEL = "stratagem fit", "Keras DataParallel on JAX"
-TF, TF_KERAS = "TensorFlow, Keras 3", "TensorFlow, tf_keras"
+FUNCTION, PLAIN, HAND = "stratagem.function", "stratagem run + reduce", "JAX by hand"
+FIT, DATA_PARALLEL = "stratagem fit", "Keras DataParallel"
+TF, TF_KERAS = "TensorFlow + Keras 3", "TensorFlow + tf_keras"
 
 
 def _fit(title: str, model: str, steps: int, samples: int, goals: tuple[Goal, ...]) -> Case:
     return Case(
         title,
-        "rows a second",
+        "rows/s",
         steps,
         samples,
         (max(4, steps // 2), 5),
@@ -89,7 +89,7 @@ def _fit(title: str, model: str, steps: int, samples: int, goals: tuple[Goal, ..
 CASES = {
     "loop": Case(
         "custom loop, 10-16-1 MLP, batch 64, 2 replicas",
-        "us a step",
+        "us/step",
         400,
         15,
         (200, 7),

@@ -71,15 +71,15 @@ def show(console: Console, case: Case, figures: dict[str, Figures]) -> None:
     """Prints a case's figures, then its goals."""
     table = Table(title=case.title, title_justify="left")
     table.add_column("contender", no_wrap=True)
-    for heading in (case.unit, "quartiles", "first step, s", "last loss"):
+    for heading in (case.unit, "quartiles", "first step", "last loss"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, f in figures.items():
         low, median, high = statistics.quantiles(f.samples, n=4, method="inclusive")
         table.add_row(
             name,
             f"{median:,.0f}",
-            f"{low:,.0f} to {high:,.0f}",
-            f"{statistics.median(f.firsts):.2f}",
+            f"{low:,.0f}-{high:,.0f}",
+            f"{statistics.median(f.firsts):.2f} s",
             f"{f.loss:.4f}",
         )
     console.print(table)
