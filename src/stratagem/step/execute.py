@@ -115,8 +115,8 @@ class Compiled:
     def _stack(self, value: PerReplica, argument: Argument) -> Any:
         if self._one:
             return value.values[0]
-        if value.stacked is not None:
-            return value.stacked
+        if (whole := value.stacked) is not None:
+            return whole
         if jnp.issubdtype(argument.dtype, jax.dtypes.prng_key):
             keys = np.stack([np.asarray(jax.random.key_data(key)) for key in value.values])
             impl = jax.random.key_impl(value.values[0])
