@@ -1,4 +1,5 @@
 # demo   train on two virtual devices and draw the loss curves    test   all tests
+# test-slow  the laws on many more random models
 # lint   style and types                                          bench  compare with TensorFlow (installs it)
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ PEER_PACKAGES := tensorflow-cpu==2.21.0 keras==3.15.1
 PIP_FLAGS := --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint bench env clean
+.PHONY: demo test test-slow lint bench env clean
 
 # The stamp says that the environment holds what pyproject.toml and constraints.txt ask for. The
 # package is installed editable, so that a change of the source needs no new environment.
@@ -30,6 +31,9 @@ demo: env
 
 test: env
 	$(PY) -m pytest
+
+test-slow: env
+	$(PY) -m pytest -m slow --timeout 1800
 
 lint: env
 	$(PY) -m ruff check
