@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PEER := .venv-peer
-PEER_PACKAGES := tensorflow-cpu==2.21.0 keras==3.15.1
+PEER_PACKAGES := tensorflow-cpu==2.21.0 tf_keras==2.21.0 keras==3.15.1
 PIP_FLAGS := --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := demo
