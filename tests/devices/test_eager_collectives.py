@@ -246,3 +246,15 @@ class TestErrors:
             ValueError, match=r"each of 9 replicas\. Got 8: .*set_virtual_devices\(9\)"
         ):
             self.ops.reduce("SUM", value, value)
+
+
+def test_a_packed_op_must_say_how_a_pack_is_summed():
+    from stratagem.collectives.packed import PackedAllReduce
+
+    class Half(PackedAllReduce):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Expected Half to define pack_sum. Got none"):
+        Half().pack_sum(None, "replica", 2, 0)
+    with pytest.raises(NotImplementedError, match="Expected Half to define pack_cost. Got none"):
+        Half().cost([np.zeros(3, np.float32)], 2)

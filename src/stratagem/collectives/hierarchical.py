@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 import jax
 
 from stratagem.collectives import cost
-from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import all_reduce_packs, check_num_packs, cost_of_packs
+from stratagem.collectives.packed import PackedAllReduce
 from stratagem.collectives.wire import copy_down, send
 
 
-class HierarchicalCopyAllReduce(CrossDeviceOps):
+class HierarchicalCopyAllReduce(PackedAllReduce):
     """Reduces in groups of neighbours, then between groups, and copies back the same way.
 
     For machines whose near devices have faster links than far ones: of the `2(p-1)` messages only
@@ -33,26 +30,11 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         ValueError: if `num_packs` is negative.
     """
 
-    def __init__(self, num_packs: int = 1):
-        self.num_packs = check_num_packs(num_packs)
+    def pack_sum(self, x: jax.Array, axis_name: str, axis_size: int, pack: int) -> jax.Array:
+        return _sum(x, axis_name, axis_size, pack)
 
-    def all_reduce(
-        self, values: Sequence[jax.Array], axis_name: str, axis_size: int
-    ) -> list[jax.Array]:
-        check_all_reduce(self, values, axis_name, axis_size)
-        if axis_size == 1:
-            return list(values)
-        return all_reduce_packs(
-            values, self.num_packs, lambda x, pack: _sum(x, axis_name, axis_size, pack)
-        )
-
-    def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
-        return cost_of_packs(
-            values,
-            self.num_packs,
-            axis_size,
-            lambda n, _, pack: cost.hierarchical(axis_size, n, pack=pack),
-        )
+    def pack_cost(self, axis_size: int, nbytes: int, itemsize: int, pack: int) -> cost.Cost:
+        return cost.hierarchical(axis_size, nbytes, pack=pack)
 
 
 def _sum(x: jax.Array, axis_name: str, axis_size: int, pack: int) -> jax.Array:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from stratagem.collectives import cost
-from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import all_reduce_packs, check_num_packs, cost_of_packs
+from stratagem.collectives.packed import PackedAllReduce
 from stratagem.collectives.wire import as_bits, send
 
 
-class RingAllReduce(CrossDeviceOps):
+class RingAllReduce(PackedAllReduce):
     """Reduce-scatter, then all-gather, between neighbours on a ring. For large values.
 
     Cost with `p` replicas and `n` bytes each: every replica sends `2(p-1)` messages of
@@ -28,26 +24,11 @@ class RingAllReduce(CrossDeviceOps):
         num_packs: packs for each dtype that go around one after another; 0 for one a value.
     """
 
-    def __init__(self, num_packs: int = 1):
-        self.num_packs = check_num_packs(num_packs)
+    def pack_sum(self, x: jax.Array, axis_name: str, axis_size: int, pack: int) -> jax.Array:
+        return ring_sum(x, axis_name, axis_size)
 
-    def all_reduce(
-        self, values: Sequence[jax.Array], axis_name: str, axis_size: int
-    ) -> list[jax.Array]:
-        check_all_reduce(self, values, axis_name, axis_size)
-        if axis_size == 1:
-            return list(values)
-        return all_reduce_packs(
-            values, self.num_packs, lambda x, _: ring_sum(x, axis_name, axis_size)
-        )
-
-    def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
-        return cost_of_packs(
-            values,
-            self.num_packs,
-            axis_size,
-            lambda n, itemsize, _: cost.ring(axis_size, n, itemsize),
-        )
+    def pack_cost(self, axis_size: int, nbytes: int, itemsize: int, pack: int) -> cost.Cost:
+        return cost.ring(axis_size, nbytes, itemsize)
 
 
 def ring_sum(x: jax.Array, axis_name: str, axis_size: int) -> jax.Array:

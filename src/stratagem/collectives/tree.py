@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 
 from stratagem.collectives import cost
-from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import all_reduce_packs, check_num_packs, cost_of_packs
+from stratagem.collectives.packed import PackedAllReduce
 from stratagem.collectives.wire import copy_down, send
 
 
-class TreeAllReduce(CrossDeviceOps):
+class TreeAllReduce(PackedAllReduce):
     """Reduces along a binomial tree to replica 0 and copies back along it. For small values.
 
     Cost with `p` replicas and `n` bytes each: `2*ceil(log2 p)` rounds of messages of `n` bytes;
@@ -27,23 +23,11 @@ class TreeAllReduce(CrossDeviceOps):
         num_packs: packs for each dtype, one after another; 0 for one a value.
     """
 
-    def __init__(self, num_packs: int = 1):
-        self.num_packs = check_num_packs(num_packs)
+    def pack_sum(self, x: jax.Array, axis_name: str, axis_size: int, pack: int) -> jax.Array:
+        return tree_sum(x, axis_name, axis_size)
 
-    def all_reduce(
-        self, values: Sequence[jax.Array], axis_name: str, axis_size: int
-    ) -> list[jax.Array]:
-        check_all_reduce(self, values, axis_name, axis_size)
-        if axis_size == 1:
-            return list(values)
-        return all_reduce_packs(
-            values, self.num_packs, lambda x, _: tree_sum(x, axis_name, axis_size)
-        )
-
-    def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
-        return cost_of_packs(
-            values, self.num_packs, axis_size, lambda n, _, __: cost.tree(axis_size, n)
-        )
+    def pack_cost(self, axis_size: int, nbytes: int, itemsize: int, pack: int) -> cost.Cost:
+        return cost.tree(axis_size, nbytes)
 
 
 def tree_sum(x: jax.Array, axis_name: str, axis_size: int) -> jax.Array:
