@@ -22,7 +22,7 @@ from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
 from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, join
 from stratagem.keras_bridge.hooks import wrap
-from stratagem.step.execute import Executor, Fit
+from stratagem.step.execute import Compiled, Executor, Fit
 from stratagem.strategies import Strategy
 from stratagem.values import PerReplica
 
@@ -193,9 +193,7 @@ class ModelStep:
                 variable._value = value
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        rows, batch = self._deal(batch)
-        fit = Fit(rows, rows_out=self._kind == "predict")
-        compiled, values = self._executor.prepare(self._step, (batch,), {}, fit)
+        compiled, values = self._prepare(batch)
         current = [self._strategy.place(v) for group in state for v in group]
         results, written = compiled.apply(values, self._lookup(current))
         for variable, value in written:
@@ -204,10 +202,14 @@ class ModelStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The program of the step for a batch, not run."""
+        compiled, values = self._prepare(batch)
+        return compiled.function.lower(*compiled.state(), compiled.pack(values))
+
+    def _prepare(self, batch: Any) -> tuple[Compiled, list[Any]]:
+        """The compiled step for a batch, and the batch as its arguments."""
         rows, batch = self._deal(batch)
         fit = Fit(rows, rows_out=self._kind == "predict")
-        compiled, values = self._executor.prepare(self._step, (batch,), {}, fit)
-        return compiled.function.lower(*compiled.state(), compiled.pack(values))
+        return self._executor.prepare(self._step, (batch,), {}, fit)
 
     def _lookup(self, current: list[Any]) -> Any:
         position = self._position

@@ -59,16 +59,13 @@ class Strategy(Extended):
             else NamedSharding(self.mesh, PartitionSpec())
         )
         self._split = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        self._run = Executor(self, self._replica_context())
+        self._run = Executor(self, ReplicaContext(self))
         self._call = Executor(self, None)
 
     @property
     def executor(self) -> Executor:
         """Compiles and runs this strategy's replica functions."""
         return self._run
-
-    def _replica_context(self) -> ReplicaContext:
-        return ReplicaContext(self)
 
     # Where values live.
 
