@@ -1,5 +1,6 @@
 # demo   train on two virtual devices and draw the loss curves    test   all tests
 # test-slow  the laws on many more random models
+# test-tpu   compile training steps for TPUs, without one (installs libtpu, 700 MB, under .libtpu)
 # lint   style and types                                          bench  compare with TensorFlow (installs it)
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ PEER_PACKAGES := tensorflow-cpu==2.21.0 tf_keras==2.21.0 keras==3.15.1
 PIP_FLAGS := --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-slow lint bench env clean
+.PHONY: demo test test-slow test-tpu lint bench env clean
 
 # The stamp says that the environment holds what pyproject.toml and constraints.txt ask for. The
 # package is installed editable, so that a change of the source needs no new environment.
@@ -35,6 +36,9 @@ test: env
 test-slow: env
 	$(PY) -m pytest -m slow --timeout 1800
 
+test-tpu: env
+	$(PY) -m pytest -m libtpu tests/aot
+
 lint: env
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
@@ -44,4 +48,4 @@ bench: env $(PEER)/.stamp
 	$(PY) benchmarks/run.py --peer $(PEER)/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEER) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) .libtpu .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys as _sys
 
+from stratagem import config as config  # first, since it chooses Keras' backend
+
+# isort: split
+from stratagem import callbacks as callbacks
 from stratagem import cluster_resolver as cluster_resolver
-from stratagem import config as config
 from stratagem import context as _context
 from stratagem import data as data
 from stratagem import debug as debug
@@ -13,6 +16,8 @@ from stratagem import errors as errors
 from stratagem import experimental as experimental
 from stratagem import keras_bridge as _keras_bridge
 from stratagem import nn as nn
+from stratagem import tpu as tpu
+from stratagem import train as train
 from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
 from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from stratagem.collectives import NcclAllReduce as NcclAllReduce
@@ -35,8 +40,11 @@ from stratagem.step.tape import GradientTape as GradientTape
 from stratagem.step.tape import value_and_grad as value_and_grad
 from stratagem.strategies import DefaultStrategy as _DefaultStrategy
 from stratagem.strategies import MirroredStrategy as MirroredStrategy
+from stratagem.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from stratagem.strategies import OneDeviceStrategy as OneDeviceStrategy
+from stratagem.strategies import RunOptions as RunOptions
 from stratagem.strategies import Strategy as Strategy
+from stratagem.strategies import TPUStrategy as TPUStrategy
 from stratagem.values import DistributedValues as DistributedValues
 from stratagem.values import IndexedSlices as IndexedSlices
 from stratagem.values import Mirrored as Mirrored

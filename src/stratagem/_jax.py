@@ -5,15 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
+
 # Needed to know whether a value is made at the top level of a step or inside a loop of it.
 from jax._src import core as _core
+
+# Needed to start JAX's devices anew: effects (`jax.debug.print`) of a program that never ends are
+# not to be waited for.
+from jax._src import dispatch as _dispatch
+
+# Needed to join a job whose coordination service another process hosts: the fields that backends
+# read when they start (client, process_id, num_processes).
+from jax._src import distributed as _distributed
 
 # Needed to know whether a backend has started without starting one: virtual devices and the size
 # of XLA's thread pool can only be chosen before. Public functions that list backends start them.
 from jax._src import xla_bridge as _xla_bridge
 
+# The coordination service itself and its client; JAX hides both behind one call that starts them
+# together in process 0.
+from jaxlib import _jax as _jaxlib
+
 # How XLA names the threads of the CPU client's pool (thread names end at 15 characters).
 _POOL_THREAD_NAME = "tf_XLAEigen"
+
+NO_HEARTBEAT_SECONDS = 1e6
+"""For who notices by other means that a process is lost: no native code ends a process for it."""
+
+_SHUTDOWN_SECONDS = 10  # how long a process that ends waits for the others to end too
 
 
 def started_backends() -> tuple[str, ...]:
@@ -49,3 +68,104 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12: the structure of the inputs
     return len(consts), len(carry)
+
+
+class JobStore:
+    """The key-value store of the job's coordination service, as `cluster.channel.Store`."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes a key that does not exist yet."""
+        self._client.key_value_set_bytes(key, value)
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Waits for a key to exist; None when it does not within the time."""
+        try:
+            return self._client.blocking_key_value_get_bytes(key, max(1, int(1000 * seconds)))
+        except _jaxlib.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error) or "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def delete(self, key: str) -> None:
+        """Removes a key, if it is there."""
+        self._client.key_value_delete(key)
+
+
+def host_service(bind: str, processes: int, heartbeat_seconds: float) -> Any:
+    """Starts the coordination service of a job in this process; keep what it returns.
+
+    Args:
+        bind: "host:port" to listen at.
+        processes: of the job.
+        heartbeat_seconds: after how long without a sign a process counts as lost.
+    """
+    return _jaxlib.get_distributed_runtime_service(
+        bind,
+        processes,
+        heartbeat_timeout=max(1, round(heartbeat_seconds)),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        recoverable=True,
+    )
+
+
+def join_job(
+    address: str, processes: int, process: int, seconds: float, heartbeat_seconds: float
+) -> JobStore:
+    """Makes this process one of a job, so that backends started later see all its devices.
+
+    As `jax.distributed.initialize`, which cannot leave the service to another process, and whose
+    preemption service takes SIGTERM away from the program.
+    """
+    client = connect(address, process, seconds, heartbeat_seconds)
+    return use_client(client, address, processes, process)
+
+
+def connect(address: str, process: int, seconds: float, heartbeat_seconds: float) -> Any:
+    """Connects to a coordination service; waits for all processes of the job, any thread.
+
+    Raises:
+        RuntimeError: not all came in time, or the service is gone.
+    """
+    client = _jaxlib.get_distributed_runtime_client(
+        address,
+        process,
+        init_timeout=max(1, round(seconds)),
+        heartbeat_timeout=max(1, round(heartbeat_seconds)),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    return client
+
+
+def use_client(client: Any, address: str, processes: int, process: int) -> JobStore:
+    """Lets backends that start from now on be those of the job that a client is connected to."""
+    state = _distributed.global_state
+    state.client = client
+    state.process_id = process
+    state.num_processes = processes
+    state.coordinator_address = address
+    return JobStore(client)
+
+
+def leave_job() -> None:
+    """Says goodbye to the coordination service, so that the end is no failure."""
+    state = _distributed.global_state
+    client, state.client = state.client, None
+    if client is not None:
+        client.shutdown()
+
+
+def forget_backends() -> None:
+    """Lets the devices start anew, in another job; what compiles is compiled again.
+
+    Arrays of this process alone stay what they are: JAX copies them to the new devices where they
+    are used (on CPU). Arrays over several processes can be read shard by shard, and no more.
+    """
+    _dispatch.runtime_tokens.clear()
+    _xla_bridge._clear_backends()
+    jax.clear_caches()

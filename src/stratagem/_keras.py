@@ -6,6 +6,10 @@ one of them.
 
 from __future__ import annotations
 
+# Keras 3 as `tf.keras` shows it, with names that only TensorFlow programs use. Needed: the module
+# (of `losses.Reduction` there are tests).
+from keras._tf_keras import keras as tf_keras  # noqa: F401
+
 # Shape inference. Needed: `compute_output_spec(fn, *args, **kwargs)`, looked up in this module.
 from keras.src import backend as backend
 from keras.src.backend.common import global_state as global_state
@@ -22,8 +26,13 @@ from keras.src.backend.jax.core import JaxVariable as JaxVariable
 
 # The trainer mixed into keras.Model on the JAX backend. Needed: `make_train_function`,
 # `make_test_function`, `make_predict_function`, `_make_function`, and the step methods
-# `train_step(state, data)`, `test_step(state, data)`, `predict_step(state, data)`.
+# `train_step(state, data)`, `test_step(state, data)`, `predict_step(state, data)`. For backups:
+# `jax_state_sync()` and `_initial_epoch`, which `fit` reads after the callbacks' `on_train_begin`.
 from keras.src.backend.jax.trainer import JAXTrainer as JAXTrainer
+
+# The EpochIterator that this trainer makes. Needed: `_get_iterator()`, called for each pass through
+# the data.
+from keras.src.backend.jax.trainer import JAXEpochIterator as JAXEpochIterator
 
 # The layer whose batch statistics `synchronized=True` makes global. Needed: `__init__`,
 # `_moments(inputs, mask)`, `_reduction_axes`.
@@ -41,8 +50,11 @@ from keras.src.losses import loss as loss_module  # noqa: F401
 from keras.src.optimizers.base_optimizer import BaseOptimizer as BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
 
-# Source of the random numbers of layers. Needed: `next(ordered)`.
+# Source of the random numbers of layers. Needed: `next(ordered)`; and of the global generator, its
+# name among the global attributes, and the function that makes it.
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
 from keras.src.random.seed_generator import SeedGenerator as SeedGenerator
+from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
 
 # Metrics that only hold others, which compile() makes. Needed: their class. (Of public metrics we
 # read MeanMetricWrapper's `_fn` and `_fn_kwargs`, and where the update of a metric is defined.)
@@ -51,8 +63,15 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 # Base class of inputs; `fit` takes an instance as it is. Needed: its methods and properties.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 
-# What turns an input into the batches of epochs. Needed: `steps_per_epoch`,
-# `_interrupted_warning()`.
+# Inputs that a backup looks into. Needed: `py_dataset`; that Grain's iterators come from
+# `get_jax_iterator()`.
+from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+    GrainDatasetAdapter as GrainDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
+
+# What turns an input into the batches of epochs. Needed: `steps_per_epoch`, `steps_per_execution`,
+# `data_adapter`, `_steps_seen`, `_interrupted_warning()`, `_enumerate_iterator()`.
 from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
 
 METRIC_CONTAINERS = (CompileMetrics, MetricsList)

@@ -11,4 +11,5 @@ from stratagem.cluster import SageMakerClusterResolver as SageMakerClusterResolv
 from stratagem.cluster import SimpleClusterResolver as SimpleClusterResolver
 from stratagem.cluster import SlurmClusterResolver as SlurmClusterResolver
 from stratagem.cluster import TFConfigClusterResolver as TFConfigClusterResolver
+from stratagem.cluster import TPUClusterResolver as TPUClusterResolver
 from stratagem.cluster import UnionResolver as UnionResolver

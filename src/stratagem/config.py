@@ -15,17 +15,19 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from stratagem import _jax
+from stratagem.connect import experimental_connect_to_cluster as experimental_connect_to_cluster
+from stratagem.device_strings import KINDS, Address, kind_of, parse
+from stratagem.device_strings import LogicalDevice as LogicalDevice
+from stratagem.device_strings import PhysicalDevice as PhysicalDevice
 
 _REHEARSE = "STRATAGEM_REHEARSE"
 _KERAS_BACKEND = "KERAS_BACKEND"
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-_KINDS = ("cpu", "gpu", "tpu")
-_ALIASES = {"cuda": "gpu", "rocm": "gpu"}  # What str(jax.Device) says for a GPU.
 
 # XLA:CPU runs the devices of one process on one thread pool, and a device that waits for the
 # others in a collective keeps its thread. A pool of as many threads as devices, or fewer, can be
@@ -33,38 +35,6 @@ _ALIASES = {"cuda": "gpu", "rocm": "gpu"}  # What str(jax.Device) says for a GPU
 # read from the environment variable NPROC when the CPU client starts.
 _POOL = "NPROC"
 _POOL_THREADS_PER_DEVICE = 4
-
-_DEVICE_STRING = re.compile(
-    r"((/job:[^/:]+)?(/replica:\d+)?(/task:\d+)?/)?"
-    r"((physical_)?device:)?(?P<kind>[a-z][a-z_]*)(:(?P<index>\d+))?",
-    re.IGNORECASE,
-)
-
-
-class LogicalDevice(NamedTuple):
-    """A device as `tf.config.list_logical_devices` describes it."""
-
-    name: str
-    device_type: str
-
-
-class PhysicalDevice(NamedTuple):
-    """A device as `tf.config.list_physical_devices` describes it."""
-
-    name: str
-    device_type: str
-
-
-@dataclass(frozen=True)
-class _Address:
-    """A device string, parsed: kind in lower case, and the index among local devices of it."""
-
-    kind: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind.upper()}:{self.index}"
-
 
 DeviceLike: TypeAlias = str | LogicalDevice | PhysicalDevice | jax.Device
 
@@ -80,7 +50,7 @@ def list_devices(kind: str | None = None) -> list[str]:
         `STRATAGEM_REHEARSE` the virtual devices are listed under the rehearsed names too.
     """
     if kind is not None:
-        return [str(address) for address in _addresses() if address.kind == _kind(kind)]
+        return [str(address) for address in _addresses() if address.kind == kind_of(kind)]
     return [str(address) for address in _addresses()]
 
 
@@ -185,6 +155,16 @@ def resolve_devices(names: Iterable[DeviceLike] | None = None) -> list[jax.Devic
     return devices
 
 
+def devices_of(kind: str) -> list[jax.Device]:
+    """The local devices of a kind, under `STRATAGEM_REHEARSE` the virtual ones; starts JAX."""
+    return [device for address, device in _addresses().items() if address.kind == kind_of(kind)]
+
+
+def how_to_rehearse(kind: str, count: int) -> str:
+    """The setting that makes virtual CPU devices stand in for accelerators, for error texts."""
+    return f"{_REHEARSE}={kind}:{count}"
+
+
 def device_name(device: jax.Device) -> str:
     """The name TF users know a device by: `"/device:GPU:0"`.
 
@@ -193,7 +173,7 @@ def device_name(device: jax.Device) -> str:
     """
     siblings = [d for d in device.client.devices() if d.process_index == device.process_index]
     index = siblings.index(device)
-    kind = _kind(device.platform)
+    kind = kind_of(device.platform)
     if kind == "cpu" and _rehearsal is not None and index < _rehearsal.count:
         kind = _rehearsal.kind
     name = f"/device:{kind.upper()}:{index}"
@@ -238,9 +218,9 @@ def _read_rehearsal() -> _Rehearsal | None:
     if not text:
         return None
     match = re.fullmatch(r"([a-z]+):(\d+)", text, re.IGNORECASE)
-    if match is None or match[1].lower() not in _KINDS or int(match[2]) < 1:
+    if match is None or match[1].lower() not in KINDS or int(match[2]) < 1:
         raise ValueError(
-            f"{_REHEARSE}: expected a kind ({', '.join(_KINDS)}), a colon and a number of devices, "
+            f"{_REHEARSE}: expected a kind ({', '.join(KINDS)}), a colon and a number of devices, "
             f"such as gpu:4; got {text!r}."
         )
     return _Rehearsal(match[1].lower(), int(match[2]))
@@ -305,32 +285,21 @@ def _accelerators() -> list[jax.Device]:
     return [device for device in jax.local_devices() if device.platform != "cpu"]
 
 
-def _addresses() -> dict[_Address, jax.Device]:
+def _addresses() -> dict[Address, jax.Device]:
     """Every local device under each of its names, CPU first."""
-    table = {_Address("cpu", i): device for i, device in enumerate(_cpu_devices())}
+    table = {Address("cpu", i): device for i, device in enumerate(_cpu_devices())}
     for i, device in enumerate(_accelerators()):
-        kind = _kind(device.platform) if _rehearsal is None else _rehearsal.kind
-        table[_Address(kind, i)] = device
+        kind = kind_of(device.platform) if _rehearsal is None else _rehearsal.kind
+        table[Address(kind, i)] = device
     return table
-
-
-def _kind(text: str) -> str:
-    return _ALIASES.get(text.lower(), text.lower())
-
-
-def _parse(name: str) -> _Address | None:
-    match = _DEVICE_STRING.fullmatch(name.strip())
-    if match is None:
-        return None
-    return _Address(_kind(match["kind"]), int(match["index"] or 0))
 
 
 def _resolve_all(names: list[DeviceLike]) -> list[jax.Device]:
     table = _addresses()
-    kinds = {*_KINDS, *(address.kind for address in table)}
+    kinds = {*KINDS, *(address.kind for address in table)}
     found: list[jax.Device] = []
     malformed: list[str] = []
-    unknown: list[tuple[str, _Address]] = []
+    unknown: list[tuple[str, Address]] = []
     for name in names:
         if isinstance(name, jax.Device):
             found.append(name)
@@ -338,7 +307,7 @@ def _resolve_all(names: list[DeviceLike]) -> list[jax.Device]:
         text = name.name if isinstance(name, (LogicalDevice, PhysicalDevice)) else name
         if not isinstance(text, str):
             raise TypeError(f"devices: expected device strings such as '/gpu:0', got {name!r}.")
-        address = _parse(text)
+        address = parse(text)
         if address is None or address.kind not in kinds:
             malformed.append(text)
         elif address in table:
@@ -362,13 +331,13 @@ def _resolve_all(names: list[DeviceLike]) -> list[jax.Device]:
     return found
 
 
-def _unknown_devices(unknown: list[tuple[str, _Address]], table: Iterable[_Address]) -> str:
+def _unknown_devices(unknown: list[tuple[str, Address]], table: Iterable[Address]) -> str:
     count = 1 + max(address.index for _, address in unknown)
     kind = next((a.kind for _, a in unknown if a.kind != "cpu"), "cpu")
     return (
         f"no such devices: {[text for text, _ in unknown]}. This process has: "
         f"{', '.join(map(str, table))}. To rehearse on virtual CPU devices without an edit, start "
-        f"the program with {_REHEARSE}={kind}:{count} in its environment; or call "
+        f"the program with {how_to_rehearse(kind, count)} in its environment; or call "
         f"stratagem.config.set_virtual_devices({count}) before anything uses JAX, and name CPU "
         "devices."
     )

@@ -65,13 +65,17 @@ class PerReplica(DistributedValues):
     It holds either the `values` of the replicas or, without a copy, one array `stacked` of
     shape `[replicas, ...]` whose first axis is laid out over the replicas' devices; each form is
     made from the other when it is asked for.
+
+    In a job of several processes `values` are those of this process's replicas. The others' are
+    known by their `shapes` alone, where everyone knows them.
     """
 
-    __slots__ = ("_stacked",)
+    __slots__ = ("_shapes", "_stacked")
 
-    def __init__(self, values: Sequence[Any]):
+    def __init__(self, values: Sequence[Any], shapes: Sequence[tuple[int, ...]] | None = None):
         super().__init__(values)
         self._stacked: Any = None
+        self._shapes = None if shapes is None else tuple(shapes)
 
     @classmethod
     def from_stacked(cls, stacked: jax.Array) -> PerReplica:
@@ -79,6 +83,7 @@ class PerReplica(DistributedValues):
         self = cls.__new__(cls)
         self._values = None
         self._stacked = stacked
+        self._shapes = None
         return self
 
     @property
@@ -94,8 +99,19 @@ class PerReplica(DistributedValues):
         return self._values
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each replica's value, also of those of other processes."""
+        if self._stacked is not None:
+            return (self._stacked.shape[1:],) * self._stacked.shape[0]
+        if self._shapes is None:
+            return tuple(tuple(np.shape(value)) for value in self.values)
+        return self._shapes
+
+    @property
     def num_replicas(self) -> int:
-        return self._stacked.shape[0] if self._stacked is not None else len(self.values)
+        if self._stacked is not None:
+            return self._stacked.shape[0]
+        return len(self.values if self._shapes is None else self._shapes)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
@@ -181,19 +197,14 @@ jax.tree_util.register_pytree_node(
 
 
 def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
-    """Splits `[replicas, ...]` into its parts, each left on the device that holds it."""
-    if not stacked.is_fully_addressable:
-        raise ValueError(
-            "Expected parts that live in this process. Got an array that spans processes; "
-            "reduce or gather it first."
-        )
+    """The parts of `[replicas, ...]` in this process, each left on the device that holds it."""
     parts: dict[int, jax.Array] = {}
     for shard in stacked.addressable_shards:
         rows = shard.index[0]
         start = rows.start or 0
         for offset in range(shard.data.shape[0]):
             parts.setdefault(start + offset, shard.data[offset])
-    return tuple(parts[i] for i in range(stacked.shape[0]))
+    return tuple(parts[i] for i in sorted(parts))
 
 
 def is_distributed(value: Any) -> bool:
@@ -212,7 +223,7 @@ def check_count(value: DistributedValues, strategy: Any) -> None:
     Raises:
         StrategyMismatchError: it has more or fewer.
     """
-    if value.num_replicas != strategy.num_replicas_in_sync:
+    if value.num_replicas not in (strategy.num_replicas_in_sync, len(strategy.local_replicas)):
         raise StrategyMismatchError(
             f"Expected a value with one part for each of the {strategy.num_replicas_in_sync} "
             f"replica(s) of {strategy!r}. Got {value.num_replicas} part(s). Use the strategy that "

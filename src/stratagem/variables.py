@@ -136,13 +136,14 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
         variable.__class__ = _on_read_class(variable.__class__)
         if value is not None and created:
             replicas = strategy.num_replicas_in_sync
+            first = np.asarray(strategy.local_view(strategy.place_first(value)))
             variable.components = strategy.place_stacked(
-                np.broadcast_to(np.asarray(value), (replicas, *value.shape))
+                np.broadcast_to(first, (replicas, *first.shape))
             )
         else:
-            variable._value = value
+            variable._value = None if value is None else strategy.place_first(value)
     elif value is not None:
-        variable._value = strategy.place(value)
+        variable._value = strategy.place_first(value)
 
 
 def adopt_all(found: Iterable[Any], strategy: Any) -> None:
@@ -225,6 +226,14 @@ def has_components(variable: Any) -> bool:
     return hasattr(type(variable), "components")
 
 
+def held_components(variable: Any) -> Any:
+    """The components `[replicas, ...]` that an on-read variable holds.
+
+    None for other variables, and where what it holds is an aggregate that was assigned.
+    """
+    return getattr(variable, "_components", None)
+
+
 def add_to_components(variable: Any, delta: Any) -> Any:
     """Adds to each component of an on-read variable, in cross-replica context.
 
@@ -236,8 +245,8 @@ def add_to_components(variable: Any, delta: Any) -> Any:
     """
     if read_aggregation(variable) == "sum":
         raise ValueError(no_cross_replica_add(variable))
-    stacked = variable.components + delta
-    variable.components = home_strategy(variable).place_stacked(stacked)
+    strategy = home_strategy(variable)
+    variable.components = strategy.place_stacked(variable.components + strategy.place(delta))
     if read_aggregation(variable) == "none":
         return PerReplica.from_stacked(variable.components)
     return variable._value
@@ -265,6 +274,7 @@ def join(components: jax.Array, variable: Any) -> jax.Array:
         ValueError: the variable has no aggregation to read it by.
     """
     how = read_aggregation(variable)
+    components = home_strategy(variable).whole(components)
     if how == "sum":
         return _sum(components)
     if how == "mean":

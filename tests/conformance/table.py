@@ -6,22 +6,32 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 
 import stratagem
-from stratagem import PerReplica
+from stratagem import PerReplica, config
+
+
+def rehearsed_tpu(cores: int) -> stratagem.TPUStrategy:
+    """A TPUStrategy on virtual devices, as STRATAGEM_REHEARSE=tpu:N would make it."""
+    rehearsal = config._Rehearsal("tpu", cores)
+    with mock.patch.object(config, "_rehearsal", rehearsal):
+        return stratagem.TPUStrategy(stratagem.cluster_resolver.TPUClusterResolver("local"))
+
 
 MAKERS = {
     "default": stratagem.get_strategy,
     "one": lambda: stratagem.OneDeviceStrategy("CPU:1"),
     "two": lambda: stratagem.MirroredStrategy(["CPU:0", "CPU:1"]),
     "three": lambda: stratagem.MirroredStrategy(["CPU:2", "CPU:0", "CPU:1"]),
+    "tpu": lambda: rehearsed_tpu(2),
 }
 ALL = tuple(MAKERS)
-SEVERAL = ("two", "three")  # more than one replica
-REAL = ("one", "two", "three")  # not the default strategy
+SEVERAL = ("two", "three", "tpu")  # more than one replica
+REAL = ("one", "two", "three", "tpu")  # not the default strategy
 
 
 @functools.cache

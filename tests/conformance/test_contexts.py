@@ -258,8 +258,10 @@ class TestDefaultStrategy:
         assert seen == (default, 3, True)
 
 
-def test_no_strategy_has_a_cluster_resolver(strategy, default):
-    assert strategy.cluster_resolver is None
+def test_cluster_resolvers(strategy, default):
+    """Strategies of one process have none; TPUStrategy has what knows the slice."""
+    wanted = type(None), stratagem.cluster_resolver.TPUClusterResolver
+    assert isinstance(strategy.cluster_resolver, wanted[strategy is make("tpu")])
     assert default.cluster_resolver is None
     assert strategy.extended is strategy
 

@@ -181,3 +181,30 @@ def test_jax_tells_which_backends_have_started():
     jax.devices()
     assert "cpu" in _jax.started_backends()
     assert _jax.cpu_pool_threads() is None or _jax.cpu_pool_threads() >= 1
+
+
+def test_the_coordination_service_and_its_client_take_what_we_pass():
+    service = _jax._jaxlib.get_distributed_runtime_service.__doc__
+    client = _jax._jaxlib.get_distributed_runtime_client.__doc__
+    for name in ("address", "num_nodes", "heartbeat_timeout", "shutdown_timeout", "recoverable"):
+        assert f"{name}: " in service
+    for name in (
+        "address", "node_id", "init_timeout", "heartbeat_timeout", "shutdown_timeout",
+        "shutdown_on_destruction", "use_compression",
+    ):  # fmt: skip
+        assert f"{name}: " in client
+    methods = {
+        "connect", "shutdown", "key_value_set_bytes", "blocking_key_value_get_bytes",
+        "key_value_delete",
+    }  # fmt: skip
+    assert methods <= set(dir(_jax._jaxlib.DistributedRuntimeClient))
+    assert hasattr(_jax._jaxlib.DistributedRuntimeService, "shutdown")
+    fields = {"client", "process_id", "num_processes", "coordinator_address"}
+    assert fields <= set(dir(_jax._distributed.global_state))
+
+
+def test_backends_can_be_forgotten():
+    # Not called here: the other tests of this process need their devices.
+    assert list(inspect.signature(_jax._xla_bridge._clear_backends).parameters) == []
+    assert callable(_jax._dispatch.runtime_tokens.clear)
+    assert callable(jax.clear_caches)

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 import stratagem
+from conformance.table import rehearsed_tpu
 
 ROWS, FEATURES = 8, 5
 
 
-@pytest.fixture(scope="module")
-def strategy():
+@pytest.fixture(scope="module", params=["mirrored", "tpu"])
+def strategy(request):
+    if request.param == "tpu":
+        return rehearsed_tpu(2)
     return stratagem.MirroredStrategy(["cpu:0", "cpu:1"])
 
 

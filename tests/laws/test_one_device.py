@@ -7,6 +7,7 @@ replicas, by `fit` and by a custom loop; plain Keras on one device gives the exp
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import stratagem
+from conformance.table import rehearsed_tpu
 
 KINDS = ("dense", "batch_norm", "embedding", "lstm")
 FEATURES = 3
@@ -120,9 +122,13 @@ def assert_same_weights(actual: keras.Model, expected: keras.Model) -> None:
         )
 
 
-def check_fit(case: Case) -> None:
+def mirrored(replicas: int) -> stratagem.MirroredStrategy:
+    return stratagem.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+
+def check_fit(case: Case, make: Callable[[int], stratagem.Strategy] = mirrored) -> None:
     plain = build(case, synchronized=False)
-    strategy = stratagem.MirroredStrategy([f"cpu:{i}" for i in range(case.replicas)])
+    strategy = make(case.replicas)
     with strategy.scope():
         model = build(case, synchronized=True)
     for actual, expected in zip(train(model, case), train(plain, case), strict=True):
@@ -134,13 +140,13 @@ def check_fit(case: Case) -> None:
     assert_same_weights(model, plain)
 
 
-def check_custom_loop(case: Case) -> None:
+def check_custom_loop(case: Case, make: Callable[[int], stratagem.Strategy] = mirrored) -> None:
     x, y, weights = data(case)
     plain = build(case, synchronized=False)
     expected = plain.fit(
         x, y, sample_weight=weights, batch_size=case.batch_size, shuffle=False, verbose=0
     ).history
-    strategy = stratagem.MirroredStrategy([f"cpu:{i}" for i in range(case.replicas)])
+    strategy = make(case.replicas)
     with strategy.scope():
         model = build(case, synchronized=True)
         loss_fn = keras.losses.MeanSquaredError(reduction="none")
@@ -200,6 +206,13 @@ def test_fit_evaluate_predict(kind, case):
 @given(case=cases())
 def test_custom_loop(kind, case):
     check_custom_loop(dataclasses.replace(case, kind=kind))
+
+
+@pytest.mark.parametrize("check", [check_fit, check_custom_loop])
+@FAST
+@given(case=cases())
+def test_tpu_strategy(check, case):
+    check(dataclasses.replace(case, kind=KINDS[0]), rehearsed_tpu)
 
 
 @pytest.mark.slow

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 import stratagem
+from conformance.table import rehearsed_tpu
 from stratagem.errors import ReplicaBranchError, ReplicaDependentWriteError
 
 
-@pytest.fixture(scope="module")
-def strategy():
+@pytest.fixture(scope="module", params=["mirrored", "tpu"])
+def strategy(request):
+    if request.param == "tpu":
+        return rehearsed_tpu(3)
     return stratagem.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
 
 

@@ -292,6 +292,7 @@ def test_public_names():
         "SimpleClusterResolver",
         "SlurmClusterResolver",
         "TFConfigClusterResolver",
+        "TPUClusterResolver",
         "UnionResolver",
     }
     assert stratagem.distribute.cluster_resolver is cluster_resolver

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from stratagem.data import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from stratagem.data.policy import check_input_options, rebatch_rule
-from stratagem.data.split import RebatchRule, even_pattern, row_slices, split_rows
+from stratagem.data.split import (
+    RebatchRule,
+    even_pattern,
+    fill_batch,
+    row_slices,
+    split_rows,
+)
 
 CEIL, EVEN = RebatchRule.CEIL, RebatchRule.EVEN
 
@@ -66,6 +72,30 @@ def test_patterns_of_all_workers_deal_the_same_sizes(rows, workers, each):
     assert {tuple(sorted(p)) for p in patterns} == {tuple(sorted(patterns[0]))}
     # The first step of all workers together is one global batch.
     assert sum(sum(p[:each]) for p in patterns) <= rows + workers * each
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "at_hand", "start", "counts"),
+    [
+        (6, [5, 3, 0, 7], 0, [2, 2, 0, 2]),
+        (7, [5, 5, 5], 1, [2, 3, 2]),
+        (8, [1, 1, 9], 0, [1, 1, 6]),
+        (4, [1, 1], 0, [1, 1]),
+        (2, [9, 9, 9, 9], 3, [1, 0, 0, 1]),
+        (4, [0, 0], 1, [0, 0]),
+    ],
+)
+def test_a_batch_is_filled_as_evenly_as_the_lanes_allow(batch_size, at_hand, start, counts):
+    assert fill_batch(batch_size, at_hand, start) == counts
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 7))
+def test_a_batch_is_full_while_there_are_rows(batch_size, at_hand, start):
+    counts = fill_batch(batch_size, at_hand, start % len(at_hand))
+    assert sum(counts) == min(batch_size, sum(at_hand))
+    assert all(0 <= c <= a for c, a in zip(counts, at_hand, strict=True))
+    most = max(counts)
+    assert all(c >= most - 1 or c == a for c, a in zip(counts, at_hand, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -13,4 +13,5 @@ from stratagem.cluster.simple import SimpleClusterResolver as SimpleClusterResol
 from stratagem.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
 from stratagem.cluster.spec import ClusterSpec as ClusterSpec
 from stratagem.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+from stratagem.cluster.tpu import TPUClusterResolver as TPUClusterResolver
 from stratagem.cluster.union import UnionResolver as UnionResolver

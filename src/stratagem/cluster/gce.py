@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stratagem.cluster.abstract import ClusterResolver
@@ -47,7 +48,11 @@ class GCEClusterResolver(ClusterResolver):
         self._task_type: str = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
-        self._service = _service(credentials) if service is None else service
+        self._service = (
+            google_service("GCEClusterResolver", "compute", "v1", credentials, _SCOPES)
+            if service is None
+            else service
+        )
 
     @property
     def task_type(self) -> str:
@@ -99,15 +104,30 @@ class GCEClusterResolver(ClusterResolver):
         return f"{request.execute()['networkInterfaces'][0]['networkIP']}:{self._port}"
 
 
-def _service(credentials: Any) -> Any:
+def google_service(
+    asked_by: str, api: str, version: str, credentials: Any, scopes: Sequence[str], **options: Any
+) -> Any:
+    """A client of a Google Cloud API.
+
+    Args:
+        asked_by: the class that needs it, for the error.
+        api: its name.
+        version: of the API.
+        credentials: of Google's auth library; `"default"` for the application default ones.
+        scopes: what the default credentials are for.
+        **options: passed on to `googleapiclient.discovery.build`.
+
+    Raises:
+        ImportError: the package google-api-python-client is not installed.
+    """
     try:
         import google.auth
         from googleapiclient import discovery
     except ImportError as error:
         raise ImportError(
-            "GCEClusterResolver: expected the package google-api-python-client. Got "
+            f"{asked_by}: expected the package google-api-python-client. Got "
             f"{error}. Run pip install google-api-python-client, or pass service."
         ) from error
     if credentials == "default":
-        credentials, _ = google.auth.default(scopes=_SCOPES)
-    return discovery.build("compute", "v1", credentials=credentials)
+        credentials, _ = google.auth.default(scopes=scopes)
+    return discovery.build(api, version, credentials=credentials, **options)

@@ -19,5 +19,7 @@ from stratagem.collectives.hierarchical import (
 )
 from stratagem.collectives.nccl import NcclAllReduce as NcclAllReduce
 from stratagem.collectives.one_device import ReductionToOneDevice as ReductionToOneDevice
+from stratagem.collectives.options import CommunicationImplementation as CommunicationImplementation
+from stratagem.collectives.options import CommunicationOptions as CommunicationOptions
 from stratagem.collectives.ring import RingAllReduce as RingAllReduce
 from stratagem.collectives.tree import TreeAllReduce as TreeAllReduce

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from stratagem.data.array_batches import ArrayBatches as ArrayBatches
-from stratagem.data.array_batches import batches as batches
 from stratagem.data.distributed_dataset import DistributedDataset as DistributedDataset
 from stratagem.data.distributed_dataset import DistributedIterator as DistributedIterator
 from stratagem.data.distributed_dataset import OptionalElement as OptionalElement
 from stratagem.data.distributed_dataset import WorkerInput as WorkerInput
+from stratagem.data.files import FileBatches as FileBatches
+from stratagem.data.files import from_files as from_files
 from stratagem.data.from_dataset import distribute_dataset as distribute_dataset
 from stratagem.data.from_function import distribute_from_function as distribute_from_function
 from stratagem.data.from_function import values_from_function as values_from_function
@@ -19,6 +19,8 @@ from stratagem.data.policy import InputOptions as InputOptions
 from stratagem.data.policy import InputReplicationMode as InputReplicationMode
 from stratagem.data.policy import ValueContext as ValueContext
 from stratagem.data.policy import with_options as with_options
+from stratagem.data.row_batches import RowBatches as RowBatches
+from stratagem.data.row_batches import batches as batches
 from stratagem.data.spec import PerReplicaSpec as PerReplicaSpec
 from stratagem.data.spec import TensorSpec as TensorSpec
 from stratagem.data.split import RebatchRule as RebatchRule

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from stratagem.data.array_batches import ArrayBatches
 from stratagem.data.policy import AutoShardPolicy, DatasetWithOptions
 from stratagem.data.spec import TensorSpec
 
@@ -33,6 +32,10 @@ class Source:
         policy: the shard policy that the dataset carries, if any.
         spec: structure of `TensorSpec` of the elements when the library declares it.
         static_rows: whether the library promises the same row count for all elements.
+        get_spec: makes the spec, where that costs something.
+        open_rows: starts a pass over `Rows` in place of elements, so that each worker reads its
+            own rows only.
+        peek: the first element, where a pass should not be begun for it.
     """
 
     def __init__(
@@ -45,16 +48,29 @@ class Source:
         policy: AutoShardPolicy | None = None,
         spec: Any = None,
         static_rows: bool = False,
+        get_spec: Callable[[], Any] | None = None,
+        open_rows: Callable[[], Iterator[Any]] | None = None,
+        peek: Callable[[], Any] | None = None,
     ):
         self.kind = kind
         self.cardinality = cardinality
         self.policy = policy
-        self.spec = spec
+        self.open_rows = open_rows
+        self._spec = spec
+        self._get_spec = get_spec
+        self._peek = peek
         self.static_rows = static_rows
         self._open_pass = open_pass
         self._one_shot = one_shot
         self._spent = False
         self._peeked: Iterator[Any] | None = None
+
+    @property
+    def spec(self) -> Any:
+        """Structure of `TensorSpec` of the elements when it is known without reading them."""
+        if self._spec is None and self._get_spec is not None:
+            self._spec = self._get_spec()
+        return self._spec
 
     def open(self) -> Iterator[Any]:
         """Starts a pass.
@@ -81,6 +97,8 @@ class Source:
             RuntimeError: a one-shot source that was already iterated.
             ValueError: there is none.
         """
+        if self._peek is not None:
+            return self._peek()
         if not self._one_shot:
             elements = self._open_pass()
         else:
@@ -103,6 +121,14 @@ class Source:
         )
 
 
+class SelfDescribed:
+    """A dataset of this package that makes its own Source: `as_source()`."""
+
+    def as_source(self) -> Source:
+        """How it is read."""
+        raise NotImplementedError
+
+
 def adapt(dataset: Any) -> Source:
     """Recognises a dataset. No library is imported for it that the caller has not imported.
 
@@ -113,6 +139,8 @@ def adapt(dataset: Any) -> Source:
         TypeError: it is not iterable, or it is one array or structure of arrays, which does not
             say what the batches are.
     """
+    if isinstance(dataset, SelfDescribed):
+        return dataset.as_source()
     if isinstance(dataset, DatasetWithOptions):
         source = adapt(dataset.dataset)
         source.policy = dataset.options.auto_shard_policy
@@ -125,14 +153,6 @@ def adapt(dataset: Any) -> Source:
         )
     if isinstance(dataset, (str, bytes, type)):
         raise _unknown(dataset)
-    if isinstance(dataset, ArrayBatches):
-        return Source(
-            "arrays in batches",
-            lambda: iter(dataset),
-            cardinality=len(dataset),
-            spec=dataset.spec,
-            static_rows=dataset.drop_remainder,
-        )
     if _is_a(dataset, "tensorflow", "data.Dataset"):
         return _from_tf_data(dataset)
     if _is_a(dataset, "keras", "utils.PyDataset"):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from jax.sharding import Mesh
+
 from stratagem import context
+from stratagem.cluster.runtime import Job
+from stratagem.data.placement import Placement
 from stratagem.data.policy import AutoShardPolicy
-from stratagem.errors import OutOfRangeError
+from stratagem.data.workers import Workers
+from stratagem.errors import OutOfRangeError, ReadInsideProgramError
 
 logger = logging.getLogger("stratagem")
 
@@ -17,12 +22,12 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """What all replicas consume in one step.
+    """What the replicas of this worker consume in one step.
 
     Args:
         element: structure of `PerReplica` (of plain arrays with one replica).
-        rows: rows of each replica.
-        first_rows: the first rows, or what identifies them; filled in on a pass's first step.
+        rows: rows of each replica of the job.
+        first_rows: this worker's first rows, or what identifies them; on a pass's first step.
     """
 
     element: Any
@@ -30,19 +35,49 @@ class Step(NamedTuple):
     first_rows: tuple[Any, ...] = ()
 
 
+class Steps(Protocol):
+    """One pass over the steps of a distributed dataset."""
+
+    def __next__(self) -> Step:
+        """The next step."""
+
+    def get_state(self) -> Any:
+        """Where the pass is, as JSON can hold it."""
+
+    def set_state(self, state: Any) -> None:
+        """Goes on from there: the next step is the one after those given before `get_state`."""
+
+    def redistribute(self, again: bool) -> None:
+        """The feed has new replicas: deals the next step to them.
+
+        Args:
+            again: the next step is the one that was given last.
+        """
+
+    def close(self) -> None:
+        """Ends the pass before its end."""
+
+
 class Feed(Protocol):
     """Where the steps of a distributed dataset come from."""
 
     policy: AutoShardPolicy
-    how: str  # in words, for the log
-    num_replicas: int
+    placement: Placement
+    workers: Workers
     cardinality: int | float | None
 
-    def steps(self) -> Iterator[Step]:
+    @property
+    def how(self) -> str:
+        """In words, for the log."""
+
+    def steps(self) -> Steps:
         """Starts a pass. Raises at once when no pass is possible."""
 
     def element_spec(self) -> Any:
         """Structure of `PerReplicaSpec` (of `TensorSpec` with one replica)."""
+
+    def redistribute(self, placement: Placement, workers: Workers) -> None:
+        """Deals all later steps to other replicas, where that is possible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +90,10 @@ class WorkerInput:
         how: how rows reach the replicas, in words.
         steps: steps so far.
         rows: rows so far, all replicas of this worker.
-        rows_per_replica: rows so far, by replica.
-        first_rows: the first values of the first array of the pass, up to five; for arrays of
-            more than one dimension a CRC-32 of each row. Workers that print the same see the
-            same data.
+        rows_per_replica: rows so far, by replica of this worker.
+        first_rows: the first values that this worker has of the first array of the pass, up to
+            five; for arrays of more than one dimension a CRC-32 of each row. Workers that print
+            the same see the same data.
     """
 
     worker: int
@@ -95,6 +130,29 @@ class OptionalElement:
         return self._elements[0]
 
 
+def refuse_inside_program() -> None:
+    """Refuses to read: a trace would take the first batch for a constant and never read another.
+
+    Raises:
+        ReadInsideProgramError: inside strategy.run or stratagem.function.
+    """
+    if context.depth() and context.current().trace is not None:
+        raise ReadInsideProgramError(
+            "Expected a dataset to be read outside compiled functions. Got next(iterator) inside "
+            "strategy.run or stratagem.function. Read the batch before, and pass it: "
+            "strategy.run(fn, args=(next(iterator),))."
+        )
+
+
+@dataclasses.dataclass
+class _Progress:
+    """What a pass gave so far, outliving its iterator."""
+
+    rows: list[int]  # by replica of this worker
+    steps: int = 0
+    first_rows: tuple[Any, ...] = ()
+
+
 class DistributedIterator:
     """One pass over a distributed dataset. Made by `iter(distributed_dataset)`."""
 
@@ -102,27 +160,19 @@ class DistributedIterator:
         self._dataset = dataset
         self._feed = feed
         self._steps = feed.steps()
-        self._count = 0
-        self._rows = [0] * feed.num_replicas
-        self._first_rows: tuple[Any, ...] = ()
+        self._progress = _Progress([0] * len(feed.placement.local))
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        if context.depth() and context.current().trace is not None:
-            # The trace would take the first batch for a constant and never read another.
-            raise ValueError(
-                "Expected a distributed dataset to be read outside compiled functions. Got "
-                "next(iterator) inside strategy.run or stratagem.function. Read the batch before, "
-                "and pass it: strategy.run(fn, args=(next(iterator),))."
-            )
+        refuse_inside_program()
         step = next(self._steps)
-        if self._count == 0:
-            self._first_rows = step.first_rows
-        self._count += 1
-        for replica, rows in enumerate(step.rows):
-            self._rows[replica] += rows
+        progress = self._progress
+        progress.first_rows = step.first_rows or progress.first_rows
+        progress.steps += 1
+        for i, replica in enumerate(self._feed.placement.local):
+            progress.rows[i] += step.rows[replica]
         return step.element
 
     def get_next(self) -> Any:
@@ -135,8 +185,8 @@ class DistributedIterator:
             return next(self)
         except StopIteration:
             raise OutOfRangeError(
-                f"Expected another element. Got the end of the dataset after {self._count} steps. "
-                "Use a for loop, or get_next_as_optional()."
+                "Expected another element. Got the end of the dataset after "
+                f"{self._progress.steps} steps. Use a for loop, or get_next_as_optional()."
             ) from None
 
     def get_next_as_optional(self) -> OptionalElement:
@@ -151,18 +201,58 @@ class DistributedIterator:
         return self._dataset.element_spec
 
     def describe(self) -> tuple[WorkerInput, ...]:
-        """What each worker was given so far."""
-        return (
-            WorkerInput(
-                worker=0,
-                policy=self._feed.policy,
-                how=self._feed.how,
-                steps=self._count,
-                rows=sum(self._rows),
-                rows_per_replica=tuple(self._rows),
-                first_rows=self._first_rows,
-            ),
-        )
+        """What this worker was given so far."""
+        return (_describe(self._feed, self._progress),)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the pass is, as JSON can hold it. Every process has its own."""
+        return {"step": self._progress.steps, "source": self._steps.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on from a state of `get_state`, in this program or another run of it.
+
+        Sources with a position of their own (`batches`, `from_files`, Grain) are put there, also
+        with another number of workers. Of others the elements before are read and dropped.
+        Every process calls it.
+
+        Raises:
+            RuntimeError: a source that can be read once was read.
+            ValueError: the source ends before the state's step.
+            NotImplementedError: another number of workers, where each has data of its own.
+        """
+        self._steps.set_state(state["source"])
+        self._restart(state["step"])
+
+    def redistribute(self, mesh: Mesh, job: Job | None = None, *, again: bool = False) -> None:
+        """Deals the steps that follow to other replicas: the same global batches, other shares.
+
+        For training that goes on with other workers in the middle of a pass. Later passes over
+        the dataset are dealt to them too. Every process of the new job calls it, at the same step.
+        `describe` counts rows from here on.
+
+        Args:
+            mesh: the devices of all replicas, one axis "replica".
+            job: the processes that train together from now on.
+            again: the step given last, which was lost, is the next one.
+
+        Raises:
+            NotImplementedError: each worker has data of its own, which the others cannot read.
+        """
+        placement = Placement(mesh, to_device=self._feed.placement.to_device)
+        self._feed.redistribute(placement, Workers(job))
+        self._steps.redistribute(again)
+        self._restart(self._progress.steps - again)
+
+    def _restart(self, steps: int) -> None:
+        rows = [0] * len(self._feed.placement.local)
+        self._progress.rows, self._progress.steps, self._progress.first_rows = rows, steps, ()
+
+    def close(self) -> None:
+        """Ends the pass; the next element is a StopIteration. Without effect on a pass that ended.
+
+        A loop that is left before the end needs no call: the pass ends with its iterator.
+        """
+        self._steps.close()
 
 
 class DistributedDataset:
@@ -174,12 +264,13 @@ class DistributedDataset:
 
     def __init__(self, feed: Feed):
         self._feed = feed
-        self._latest: DistributedIterator | None = None
+        self._latest = _Progress([0] * len(feed.placement.local))
         self._spec: Any = None
 
     def __iter__(self) -> DistributedIterator:
-        self._latest = DistributedIterator(self, self._feed)
-        return self._latest
+        iterator = DistributedIterator(self, self._feed)
+        self._latest = iterator._progress
+        return iterator
 
     @property
     def cardinality(self) -> int | float | None:
@@ -214,22 +305,35 @@ class DistributedDataset:
         return state
 
     def describe(self) -> tuple[WorkerInput, ...]:
-        """What each worker was given so far, in the latest pass."""
-        if self._latest is not None:
-            return self._latest.describe()
-        feed = self._feed
-        none = (0,) * feed.num_replicas
-        return (WorkerInput(0, feed.policy, feed.how, 0, 0, none, ()),)
+        """What this worker was given so far, in the latest pass."""
+        return (_describe(self._feed, self._latest),)
 
 
-def log_first_step(feed: Feed, rows: tuple[int, ...]) -> None:
-    """Says once what a dataset's first batch became."""
+def _describe(feed: Feed, progress: _Progress) -> WorkerInput:
+    return WorkerInput(
+        worker=feed.workers.index,
+        policy=feed.policy,
+        how=feed.how,
+        steps=progress.steps,
+        rows=sum(progress.rows),
+        rows_per_replica=tuple(progress.rows),
+        first_rows=progress.first_rows,
+    )
+
+
+def log_first_step(feed: Feed, rows: Sequence[int]) -> None:
+    """Says once what a dataset's first batch became: rows of each replica, grouped by worker."""
+    workers, replicas = feed.workers.count, feed.placement.num_replicas
+    each = replicas // workers
+    shares = ["+".join(map(str, rows[w * each : (w + 1) * each])) for w in range(workers)]
     logger.info(
-        "Input: policy %s, %s; 1 worker, %d replica%s; first batch of %d rows dealt as %s.",
+        "Input: policy %s, %s; %d worker%s, %d replica%s; first batch of %d rows dealt as %s.",
         feed.policy.name,
         feed.how,
-        feed.num_replicas,
-        "" if feed.num_replicas == 1 else "s",
+        workers,
+        "" if workers == 1 else "s",
+        replicas,
+        "" if replicas == 1 else "s",
         sum(rows),
-        "+".join(map(str, rows)),
+        " | ".join(shares),
     )

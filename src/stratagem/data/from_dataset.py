@@ -1,112 +1,60 @@
-"""Splits every batch of one dataset between the replicas."""
+"""Chooses how a dataset is shared between workers, and distributes it so."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from stratagem.cluster.runtime import Job
 from stratagem.data.adapt import Source, adapt
-from stratagem.data.batch import check_structure, read_batch
-from stratagem.data.distributed_dataset import DistributedDataset, Step, log_first_step
+from stratagem.data.deal_feed import DealFeed
+from stratagem.data.distributed_dataset import DistributedDataset, Feed
+from stratagem.data.file_feed import FileFeed
+from stratagem.data.files import FileBatches
+from stratagem.data.pieces import pieces
 from stratagem.data.placement import Placement
 from stratagem.data.policy import (
     AutoShardPolicy,
+    DatasetWithOptions,
     InputOptions,
     check_input_options,
-    rebatch_rule,
 )
-from stratagem.data.spec import distribute_spec, spec_of
-from stratagem.data.split import row_slices, split_rows
-
-_SHOWN_ROWS = 5  # of `WorkerInput.first_rows`
-
-
-class SplitFeed:
-    """A `Feed` that deals the rows of each batch, by the rule of the dataset's shard policy.
-
-    Every batch is dealt by itself, so no replica gets more than `ceil(rows / replicas)` rows.
-    TF's OFF and FILE differ in a last, smaller batch: it fills the pattern of a full one in order.
-    """
-
-    def __init__(self, source: Source, placement: Placement):
-        self.policy = AutoShardPolicy.AUTO if source.policy is None else source.policy
-        self.num_replicas = placement.num_replicas
-        self.cardinality = source.cardinality
-        self._source = source
-        self._placement = placement
-        self._rule = rebatch_rule(self.policy)
-        self._logged = False
-        self.how = f"rows of each batch split by rule {self._rule.name}"
-
-    def steps(self) -> Iterator[Step]:
-        """Starts a pass; a one-shot source refuses a second one here."""
-        return self._steps(self._source.open())
-
-    def _steps(self, batches: Iterator[Any]) -> Iterator[Step]:
-        first: jax.tree_util.PyTreeDef | None = None
-        index = -1
-        for index, batch in enumerate(batches):
-            (leaves, treedef), rows = read_batch(batch, index)
-            if first is not None:
-                check_structure(first, treedef, index)
-            counts = split_rows(rows, self.num_replicas, self._rule)
-            slices = row_slices(counts)
-            element = treedef.unflatten([self._placement.split(leaf, slices) for leaf in leaves])
-            shown: tuple[Any, ...] = ()
-            if first is None:
-                first = treedef
-                shown = first_rows(leaves[0])
-                if not self._logged:
-                    log_first_step(self, counts)
-                    self._logged = True
-            yield Step(element, counts, shown)
-        if index < 0:
-            raise self._source.empty()
-
-    def element_spec(self) -> Any:
-        """From the dataset's own spec where it has one, else from its first batch."""
-        spec = self._source.spec
-        if spec is None:
-            (leaves, treedef), _ = read_batch(self._source.first(), 0)
-            static = self._source.static_rows
-            spec = treedef.unflatten([spec_of(leaf, static_rows=static) for leaf in leaves])
-        return distribute_spec(spec, self.num_replicas, split=True)
-
-
-def first_rows(leaf: Any) -> tuple[Any, ...]:
-    """What identifies the first rows of an array: the values, or a CRC-32 of each row."""
-    if not leaf.shape:
-        return (np.asarray(leaf).item(),)
-    rows = np.asarray(leaf[:_SHOWN_ROWS])
-    if rows.ndim == 1:
-        return tuple(rows.tolist())
-    return tuple(zlib.crc32(row.tobytes()) for row in rows)
+from stratagem.data.split_feed import SplitFeed
+from stratagem.data.workers import Workers
 
 
 def distribute_dataset(
-    dataset: Any, *, mesh: Mesh, options: InputOptions | None = None
+    dataset: Any, *, mesh: Mesh, options: InputOptions | None = None, job: Job | None = None
 ) -> DistributedDataset:
     """Distributes a dataset of global batches: `Strategy.experimental_distribute_dataset`.
+
+    With several processes, by shard policy:
+    - AUTO, DATA: every process iterates the same global batches and takes the rows of its
+      replicas; of `batches` it reads no others.
+    - FILE, and AUTO for `from_files` with at least as many files as workers: each worker reads its
+      own files. The global batches are the same as with any other number of workers.
+    - OFF: each process takes all rows of its own dataset, in pieces of one replica's size.
 
     Args:
         dataset: iterable of batches `[rows, ...]`, or of structures of them, of any library; a
             function without arguments that returns one; with `with_options` it has a policy.
         mesh: the replicas' devices, one axis "replica".
         options: how to feed.
+        job: the processes that train together; None for one alone. Every process calls this, and
+            iterates the result alike.
 
     Returns:
         A dataset whose elements have the same structure, each leaf a `PerReplica` (with one
-        replica a plain array). Every row is given once.
+        replica a plain array). Every row is given once (OFF: once by each worker).
 
     Raises:
         TypeError: no iterable of batches.
-        ValueError: the dataset is distributed already.
-        NotImplementedError: PER_REPLICA, which needs `distribute_from_function`.
+        ValueError: the dataset is distributed already; or FILE without files, with fewer files
+            than workers, or with fewer read at once.
+        NotImplementedError: PER_REPLICA, which needs `distribute_from_function`; HINT with several
+            processes.
+        JobMismatchError: at the first batch of a pass, when the processes see other batches.
     """
     options = InputOptions() if options is None else options
     check_input_options(options, from_function=False)
@@ -115,5 +63,59 @@ def distribute_dataset(
             "Expected a dataset that is not distributed yet. Got a DistributedDataset. Iterate it "
             "as it is, or distribute the dataset that it was made from."
         )
+    source = adapt(dataset)
+    bare = dataset.dataset if isinstance(dataset, DatasetWithOptions) else dataset
+    files = bare if isinstance(bare, FileBatches) else None
     placement = Placement(mesh, to_device=options.experimental_fetch_to_device)
-    return DistributedDataset(SplitFeed(adapt(dataset), placement))
+    return DistributedDataset(_feed(source, files, placement, Workers(job)))
+
+
+def _feed(
+    source: Source, files: FileBatches | None, placement: Placement, workers: Workers
+) -> Feed:
+    policy = AutoShardPolicy.AUTO if source.policy is None else source.policy
+    note = ""
+    if files is not None:
+        policy, note = _policy_of_files(policy, files, workers.count)
+    if workers.count == 1:
+        return SplitFeed(source, placement, workers, policy, note)
+    if policy is AutoShardPolicy.HINT:
+        raise NotImplementedError(
+            "Expected AUTO, FILE, DATA or OFF for several workers. Got HINT, which rewrites "
+            "shard(SHARD_HINT, SHARD_HINT) inside a tf.data graph. Use "
+            "strategy.distribute_datasets_from_function(fn): its InputContext has the numbers to "
+            "shard with."
+        )
+    if policy is AutoShardPolicy.OFF:
+        return DealFeed([pieces(source, placement.num_replicas, workers)], placement, workers)
+    if policy is AutoShardPolicy.FILE:
+        if files is None:
+            raise ValueError(
+                f"Expected a dataset made of files for policy FILE. Got {source.kind}. Use "
+                "stratagem.data.from_files(files, reader, batch_size), or policy DATA, which "
+                "shares the rows of any dataset."
+            )
+        return FileFeed(files, placement, workers, note)
+    return SplitFeed(source, placement, workers, policy, note)
+
+
+def _policy_of_files(
+    policy: AutoShardPolicy, files: FileBatches, workers: int
+) -> tuple[AutoShardPolicy, str]:
+    """The policy that is taken, and what the log says of it."""
+    count, at_once = len(files.files), files.interleave
+    note = f"{count} file{'' if count == 1 else 's'}, "
+    problem = None
+    if count < workers:
+        problem = f"{count} file{'' if count == 1 else 's'} for {workers} workers"
+    elif at_once < workers:
+        problem = f"interleave={at_once} files at once for {workers} workers"
+    if policy is AutoShardPolicy.FILE and problem:
+        raise ValueError(
+            f"Expected at least one file for each worker to read at any time. Got {problem}. Use "
+            "policy AUTO or DATA, which share rows, or more files (and a larger interleave)."
+        )
+    if policy is AutoShardPolicy.AUTO:
+        policy = AutoShardPolicy.DATA if problem else AutoShardPolicy.FILE
+        note = f"chosen by AUTO for {problem or note.removesuffix(', ')}, "
+    return policy, note

@@ -1,4 +1,4 @@
-"""How many rows of a batch each replica gets: the two rebatch rules, as plain integers."""
+"""How many rows of a batch each replica gets, and each file gives, as plain integers."""
 
 from __future__ import annotations
 
@@ -85,6 +85,30 @@ def even_pattern(
     sizes = [share + (i < extra) for i in range(num_replicas)]
     start = worker * (num_replicas // num_workers)
     return tuple(sizes[start:] + sizes[:start])
+
+
+def fill_batch(batch_size: int, at_hand: Sequence[int], start: int) -> list[int]:
+    """How many rows each lane of files gives to a batch: as evenly as what they hold allows.
+
+    Args:
+        batch_size: rows wanted.
+        at_hand: rows of each lane.
+        start: the lane that gives first what does not divide.
+
+    Returns:
+        A count a lane; together `batch_size`, or all there is.
+    """
+    counts = [0] * len(at_hand)
+    left = min(batch_size, sum(at_hand))
+    order = [(start + i) % len(at_hand) for i in range(len(at_hand))]
+    while left:
+        unused = [lane for lane in order if at_hand[lane] > counts[lane]]
+        share = left // len(unused)
+        for lane in unused if share else unused[:left]:
+            given = min(max(1, share), at_hand[lane] - counts[lane])
+            counts[lane] += given
+            left -= given
+    return counts
 
 
 def row_slices(counts: Sequence[int]) -> tuple[slice, ...]:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from stratagem.keras_bridge import layers, losses, metrics, optimizer, shapes, trainer, variables
+from stratagem.keras_bridge import (
+    backup,
+    layers,
+    losses,
+    metrics,
+    optimizer,
+    same_batches,
+    shapes,
+    trainer,
+    variables,
+    workers,
+)
 
 
 def install() -> None:
     """Attaches all hooks. Importing stratagem calls it; a second call does nothing."""
-    for room in (variables, optimizer, losses, layers, metrics, shapes, trainer):
+    for room in (
+        variables,
+        optimizer,
+        losses,
+        layers,
+        metrics,
+        shapes,
+        trainer,
+        workers,
+        backup,
+        same_batches,
+    ):
         room.install()

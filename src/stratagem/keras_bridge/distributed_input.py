@@ -10,7 +10,13 @@ import jax
 import numpy as np
 
 from stratagem import _keras
-from stratagem.data import DistributedDataset
+from stratagem.data import (
+    DatasetWithOptions,
+    DistributedDataset,
+    DistributedIterator,
+    FileBatches,
+    RowBatches,
+)
 from stratagem.values import PerReplica, is_distributed
 
 
@@ -22,15 +28,12 @@ class GlobalBatch(PerReplica):
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows that each replica holds."""
-        if self.stacked is not None:
-            return (self.stacked.shape[1],) * self.stacked.shape[0]
-        return tuple(part.shape[0] for part in self.values)
+        return tuple(shape[0] for shape in self.shapes)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parts joined along the rows."""
-        rest = self.stacked.shape[2:] if self.stacked is not None else self.values[0].shape[1:]
-        return (sum(self.rows), *rest)
+        return (sum(self.rows), *self.shapes[0][1:])
 
     @property
     def ndim(self) -> int:
@@ -43,9 +46,14 @@ class GlobalBatch(PerReplica):
         return self.stacked.dtype if self.stacked is not None else self.values[0].dtype
 
 
-def adapt(data: Any) -> Any:
-    """Wraps a distributed dataset for Keras; leaves other data as they are."""
-    return DistributedAdapter(data) if isinstance(data, DistributedDataset) else data
+def adapt(data: Any, strategy: Any) -> Any:
+    """Wraps a distributed dataset for Keras, and distributes what only this package knows.
+
+    Leaves other data as they are: Keras reads them.
+    """
+    if isinstance(data, (DatasetWithOptions, FileBatches, RowBatches)):
+        data = strategy.experimental_distribute_dataset(data)
+    return DistributedAdapter(data, strategy) if isinstance(data, DistributedDataset) else data
 
 
 class DistributedAdapter(_keras.DataAdapter):
@@ -54,18 +62,18 @@ class DistributedAdapter(_keras.DataAdapter):
     One pass is one epoch, however long: no steps need to be said.
     """
 
-    def __init__(self, dataset: DistributedDataset):
+    def __init__(self, dataset: DistributedDataset, strategy: Any):
         self._dataset = dataset
+        self._strategy = strategy
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """The batches of one pass."""
-        for element in self._dataset:
-            yield jax.tree.map(_global, element, is_leaf=is_distributed)
+        return _Batches(iter(self._dataset))
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """The same batches, each joined on the host."""
         for element in self.get_jax_iterator():
-            yield jax.tree.map(join, element, is_leaf=is_distributed)
+            yield jax.tree.map(lambda x: join(x, self._strategy), element, is_leaf=is_distributed)
 
     @property
     def num_batches(self) -> int | None:
@@ -89,15 +97,29 @@ class DistributedAdapter(_keras.DataAdapter):
         return None
 
 
+class _Batches(Iterator[Any]):
+    """One pass, which can say where it is and go on from there, for backups."""
+
+    def __init__(self, elements: DistributedIterator):
+        self._elements = elements
+        self.get_state = elements.get_state
+        self.set_state = elements.set_state
+
+    def __next__(self) -> Any:
+        return jax.tree.map(_global, next(self._elements), is_leaf=is_distributed)
+
+
 def _global(leaf: Any) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     stacked = leaf.stacked
-    return GlobalBatch(leaf.values) if stacked is None else GlobalBatch.from_stacked(stacked)
+    if stacked is None:
+        return GlobalBatch(leaf.values, leaf.shapes)
+    return GlobalBatch.from_stacked(stacked)
 
 
-def join(leaf: Any) -> Any:
-    """A tensor of a batch as one NumPy array, `[rows, ...]`."""
+def join(leaf: Any, strategy: Any) -> Any:
+    """A tensor of a batch as one NumPy array, `[rows, ...]`. Every process calls it."""
     if not isinstance(leaf, PerReplica):
         return np.asarray(leaf)
-    return np.concatenate([np.asarray(part) for part in leaf.values])
+    return np.concatenate([np.asarray(part) for part in strategy.all_parts(leaf)])

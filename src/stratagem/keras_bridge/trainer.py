@@ -20,8 +20,10 @@ from stratagem.data import RebatchRule, split_rows
 from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
+from stratagem.keras_bridge import backup, workers
 from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, join
 from stratagem.keras_bridge.hooks import wrap
+from stratagem.keras_bridge.same_batches import SameBatches
 from stratagem.step.execute import Compiled, Executor, Fit
 from stratagem.strategies import Strategy
 from stratagem.values import PerReplica
@@ -41,7 +43,7 @@ _ENTRY_POINTS = (
 def install() -> None:
     """Attaches the bridge to Keras' JAX trainer."""
     for name in _ENTRY_POINTS:
-        wrap(_keras.JAXTrainer, name, _in_scope)
+        wrap(_keras.JAXTrainer, name, backup.fed(_in_scope) if name == "fit" else _in_scope)
     wrap(_keras.EpochIterator, "_interrupted_warning", _end_of_data)
     wrap(Strategy, "lower", _lower)
     wrap(_keras.JAXTrainer, "make_train_function", _make("train"))
@@ -91,8 +93,11 @@ def _in_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             f"a keras.distribution as well, {keras.distribution.distribution()!r}. Call "
             "keras.distribution.set_distribution(None), or build the model outside the strategy."
         )
-    args = tuple(adapt(data) for data in args)
-    kwargs = {name: adapt(data) for name, data in kwargs.items()}
+    if strategy.described:
+        strategy.refuse(original.__name__)
+    args = tuple(adapt(data, strategy) for data in args)
+    kwargs = {name: adapt(data, strategy) for name, data in kwargs.items()}
+    args, kwargs = workers.prepare(strategy, original, args, kwargs)
     with strategy.scope():
         return original(self, *args, **kwargs)
 
@@ -170,17 +175,19 @@ class ModelStep:
         self._model = model
         self._strategy = strategy
         self._kind = kind
-        self._placement = Placement(strategy.mesh)
         self._groups = _state_groups(model, kind)
         self._flat = [v for group in self._groups for v in group]
         # Its own executor, so that programs go when the model goes.
         self._executor = Executor(strategy, strategy.executor.replica, touches=self._flat)
         self._position = {id(v): i for i, v in enumerate(self._flat)}
         self._said = False
+        self._same = SameBatches(strategy.job)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Keras' step interface: `(state, batch) -> (results, state)`, state as lists of arrays."""
         try:
+            if self._strategy.job is not None:
+                return self._in_step(state, batch)
             return self._run(state, batch)
         except BaseException:
             self._give_back(state)
@@ -192,9 +199,23 @@ class ModelStep:
             if variable._value is None and not value.is_deleted():
                 variable._value = value
 
+    def _in_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """The step, done again where it must be, since other processes were lost in it."""
+
+        def again(done: tuple[Any, Any]) -> None:
+            _, after = self._run(state, batch)
+            states = ([v for group in s for v in group] for s in (done[1], after))
+            for variable, old, new in zip(self._flat, *states, strict=True):
+                self._strategy.replace_state(variable, old, new)
+
+        doing = f"a {self._kind} step of model {self._model.name!r}"
+        return self._strategy.in_step(lambda: self._run(state, batch), again, doing)
+
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         compiled, values = self._prepare(batch)
-        current = [self._strategy.place(v) for group in state for v in group]
+        values_now = [v for group in state for v in group]
+        place = self._strategy.place_state
+        current = [place(v, x) for v, x in zip(self._flat, values_now, strict=True)]
         results, written = compiled.apply(values, self._lookup(current))
         for variable, value in written:
             current[self._position[id(variable)]] = value
@@ -202,8 +223,8 @@ class ModelStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The program of the step for a batch, not run."""
-        compiled, values = self._prepare(batch)
-        return compiled.function.lower(*compiled.state(), compiled.pack(values))
+        compiled, _ = self._prepare(batch)
+        return compiled.lower()
 
     def _prepare(self, batch: Any) -> tuple[Compiled, list[Any]]:
         """The compiled step for a batch, and the batch as its arguments."""
@@ -238,11 +259,15 @@ class ModelStep:
         dealt = next((x for x in jax.tree.leaves(batch) if isinstance(x, GlobalBatch)), None)
         if dealt is not None and dealt.rows[0]:
             return dealt.rows, batch
-        # Replica 0 keeps the metrics' totals, so it may not be one that takes no part.
-        batch = jax.tree.map(join, batch) if dealt is not None else batch
+        if dealt is not None:
+            # Replica 0 keeps the metrics' totals, so it may not be one that takes no part.
+            batch = jax.tree.map(lambda x: join(x, self._strategy), batch)
+        else:
+            self._same.check(batch)
         rows = self._rows(batch)
         slices = row_slices(rows)
-        return rows, jax.tree.map(lambda x: self._placement.split(_array(x), slices), batch)
+        placement = Placement(self._strategy.mesh, to_device=not self._strategy.described)
+        return rows, jax.tree.map(lambda x: placement.split(_array(x), slices), batch)
 
     def _rows(self, batch: Any) -> tuple[int, ...]:
         """Rows that each replica gets of a batch that is whole."""
@@ -274,7 +299,7 @@ class ModelStep:
         """Predictions as whole arrays in row order."""
         return jax.tree.map(
             lambda leaf: (
-                np.concatenate([np.asarray(p) for p in leaf.values])
+                join(leaf, self._strategy)
                 if isinstance(leaf, PerReplica)
                 else leaf
             ),

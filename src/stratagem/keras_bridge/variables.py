@@ -19,6 +19,7 @@ def install() -> None:
     cls = _keras.JaxVariable
     wrap(cls, "__init__", _create)
     wrap(cls, "_direct_assign", _direct_assign)
+    wrap(cls, "_deferred_initialize", _deferred_initialize)
     wrap(cls, "assign", _assign)
     wrap(cls, "assign_add", _assign_add)
     wrap(cls, "assign_sub", _assign_sub)
@@ -80,6 +81,11 @@ def _read(original: Any, self: Any) -> Any:
         # step reads is an input of the program all the same.
         if scope is not None and scope.get_current_value(self) is None:
             return self._maybe_autocast(frame.trace.scope.get_current_value(self))
+        return original(self)
+    where = variables.home(self)
+    if where is not None and where.strategy.spans and not _keras.in_stateless_scope():
+        # Outside of steps each process computes for itself, with the value that all have.
+        return where.strategy.local_view(original(self))
     return original(self)
 
 
@@ -88,6 +94,14 @@ def _direct_assign(original: Any, self: Any, value: Any) -> None:
     if where is not None and not variables.is_on_read(self):
         value = where.strategy.place(value)
     original(self, value)
+
+
+def _deferred_initialize(original: Any, self: Any) -> None:
+    """A variable that was made while shapes were inferred gets its initial value now."""
+    original(self)
+    where = variables.home(self)
+    if where is not None and where.strategy.spans:
+        self._value = where.strategy.place_first(self._value)
 
 
 def _assign(original: Any, self: Any, value: Any) -> Any:

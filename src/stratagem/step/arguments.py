@@ -106,7 +106,7 @@ def _describe_parts(leaf: PerReplica) -> Argument:
             + ", ".join(f"replica {i}: {part!r}" for i, part in enumerate(parts))
             + ". Pass Python objects that are the same on all replicas as they are."
         )
-    shapes = tuple(tuple(np.shape(p)) for p in parts)
+    shapes = leaf.shapes
     dtypes = {jnp.result_type(p) for p in parts}
     if len({len(s) for s in shapes}) > 1 or len(dtypes) > 1:
         raise UnevenShapesError(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from stratagem import context, variables
 from stratagem.step import effects, invariance, numerics, tape, uneven
 from stratagem.step.arguments import Argument, describe, flatten, row_classes
+from stratagem.step.compiled import Compiled
 from stratagem.step.lower import boundary, evaluate
+from stratagem.step.same import identity
+from stratagem.step.together import in_step
 from stratagem.step.trace import (
     NO_ROWS,
     Facts,
@@ -26,7 +26,7 @@ from stratagem.step.trace import (
     Trace,
     trace,
 )
-from stratagem.values import IndexedSlices, PerReplica, check_count, is_distributed, is_whole
+from stratagem.values import check_count, is_distributed
 
 _log = logging.getLogger("stratagem")
 _MANY_TRACES = 16
@@ -49,166 +49,6 @@ class Fit:
     rows_out: bool = False
 
 
-class Compiled:
-    """One compiled program and the variables it reads and writes."""
-
-    def __init__(self, strategy: Any, program: Program, function: Any, described: list[Any],
-                 programs: list[Program], members: tuple[int, ...]):  # fmt: skip
-        self.program = program
-        self.function = function
-        self.dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
-        self.arguments = [described[i] for i in self.dynamic]
-        self._strategy = strategy
-        self._one = strategy.num_replicas_in_sync == 1
-        self._given = [program.variables[i] for i in program.written]
-        written = set(program.written)
-        self._kept = [v for i, v in enumerate(program.variables) if i not in written]
-        split = not self._one and not program.aggregated
-        # Variables, each with whether its value is in components.
-        self._given_slots = [(v, split and variables.is_on_read(v)) for v in self._given]
-        self._kept_slots = [(v, split and variables.is_on_read(v)) for v in self._kept]
-        self._result_shapes = _result_shapes(programs, members)
-        self._sparse = _has_slices(program.out_tree)
-        self._checks = [programs[max(m, 0)].checks for m in members]
-        # The default strategy owns no variable: what it writes goes back to where it belongs.
-        self._foreign = context.is_default(strategy)
-
-    def state(self) -> tuple[list[Any], list[Any]]:
-        """The values of the donated and of the other variables."""
-        given = [v.components if c else v._value for v, c in self._given_slots]
-        return _own(given), [v.components if c else v._value for v, c in self._kept_slots]
-
-    def apply(
-        self, values: Sequence[Any], current: Callable[[Any], Any]
-    ) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Runs one step on state that the caller keeps (`fit`); stores nothing.
-
-        Args:
-            values: the dynamic arguments.
-            current: gives a variable's value; those that the step writes are destroyed.
-
-        Returns:
-            The function's result, and the new values of the written variables.
-        """
-        given, kept = [current(v) for v in self._given], [current(v) for v in self._kept]
-        results, state = self.function(given, kept, self.pack(values))
-        self.check(results)
-        return self.unpack(results), list(zip(self._given, state, strict=True))
-
-    def store(self, state: Sequence[Any]) -> None:
-        """Gives the written variables their new values."""
-        for (variable, component), value in zip(self._given_slots, state, strict=True):
-            if component:
-                variable.components = value
-            elif self._foreign:
-                variable._direct_assign(value)
-            else:
-                variable._value = value
-
-    def pack(self, values: Sequence[Any]) -> list[Any]:
-        """Arguments in the layout of the program's boundary."""
-        return [
-            self._stack(value, argument) if argument.split else self._strategy.place(value)
-            for value, argument in zip(values, self.arguments, strict=True)
-        ]
-
-    def _stack(self, value: PerReplica, argument: Argument) -> Any:
-        if self._one:
-            return value.values[0]
-        if (whole := value.stacked) is not None:
-            return whole
-        if jnp.issubdtype(argument.dtype, jax.dtypes.prng_key):
-            keys = np.stack([np.asarray(jax.random.key_data(key)) for key in value.values])
-            impl = jax.random.key_impl(value.values[0])
-            return jax.random.wrap_key_data(self._strategy.place_stacked(keys), impl=impl)
-        parts = [np.asarray(part) for part in value.values]
-        stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
-        for r, part in enumerate(parts):
-            window: tuple[Any, ...] = (r, *(slice(0, n) for n in part.shape))
-            stacked[window] = part
-        return self._strategy.place_stacked(stacked)
-
-    def check(self, results: Sequence[Any]) -> None:
-        """Looks at the flags of a program that has some, before anything is stored."""
-        if self.program.checks:
-            flags = np.asarray(results[-1])
-            numerics.judge(flags.reshape(len(self._checks), -1), self._checks)
-
-    def unpack(self, results: Sequence[Any]) -> Any:
-        """The function's result, with PerReplica leaves where replicas may differ."""
-        leaves = []
-        position = 0
-        tree = self.program.out_tree
-        for kind, static in self.program.out_leaves[: tree.num_leaves]:
-            if kind == "static":
-                leaves.append(static)
-                continue
-            value = results[position]
-            if kind == "local" and not self._one:
-                value = _per_replica(value, self._result_shapes[position])
-            leaves.append(value)
-            position += 1
-        result = jax.tree.unflatten(tree, leaves)
-        if self._sparse and not self._one:
-            return jax.tree.map(_whole, result, is_leaf=is_whole)
-        return result
-
-
-def _has_slices(tree: Any) -> bool:
-    result = jax.tree.unflatten(tree, [None] * tree.num_leaves)
-    return any(isinstance(x, IndexedSlices) for x in jax.tree.leaves(result, is_leaf=is_whole))
-
-
-def _whole(leaf: Any) -> Any:
-    """IndexedSlices of PerReplica values as the PerReplica of IndexedSlices that they are."""
-    if not isinstance(leaf, IndexedSlices) or not isinstance(leaf.values, PerReplica):
-        return leaf
-    values = leaf.values.values
-    same = (leaf.indices,) * len(values)
-    indices = leaf.indices.values if isinstance(leaf.indices, PerReplica) else same
-    pairs = zip(values, indices, strict=True)
-    return PerReplica([IndexedSlices(v, i, leaf.dense_shape) for v, i in pairs])
-
-
-def _own(values: list[Any]) -> list[Any]:
-    """Copies the values that someone else still holds: the program destroys what it is given."""
-    held = zip(values, _references(values), strict=True)
-    return [jnp.copy(v) if count > _UNSHARED else v for v, count in held]
-
-
-def _references(values: list[Any]) -> list[int]:
-    return [sys.getrefcount(v) for v in values]
-
-
-# What `_references` says of a value that one variable and the list hold; Python versions differ.
-_variable = [object()]
-_UNSHARED = _references([*_variable])[0]
-
-
-def _result_shapes(programs: list[Program], members: tuple[int, ...]) -> list[Any]:
-    """For each result, None when all replicas agree on its shape, else the shape of each."""
-    avals = [p.jaxpr.out_avals[: p.num_outputs] for p in programs]
-    shapes = []
-    for per_class in zip(*avals, strict=True):
-        sizes = [tuple(a.shape) for a in per_class]
-        if NO_ROWS in members:
-            sizes.append((0, *sizes[0][1:]) if sizes[0] else ())
-        each = [sizes[m] for m in members]
-        shapes.append(None if len(set(each)) == 1 else each)
-    return shapes
-
-
-def _per_replica(stacked: Any, shapes: Any) -> PerReplica:
-    whole = PerReplica.from_stacked(stacked)
-    if shapes is None:
-        return whole
-    cut = [
-        part[tuple(slice(0, n) for n in shape)]
-        for part, shape in zip(whole.values, shapes, strict=True)
-    ]
-    return PerReplica(cut)
-
-
 class Executor:
     """Compiles and runs the steps of one strategy.
 
@@ -222,8 +62,10 @@ class Executor:
 
     def __init__(self, strategy: Any, replica: Any, touches: Sequence[Any] = ()):
         self._strategy = strategy
+        self._mesh = strategy.mesh
         self.replica = replica
         self._cache: dict[Any, Compiled] = {}
+        self._same: dict[Any, Callable[..., Any]] = {}  # the first of functions that are the same
         self._known = {id(v): v for v in touches}
         self._touched: dict[Any, dict[int, Any]] = {}  # variables that each step touches
         self._traces: dict[Any, int] = {}
@@ -235,6 +77,8 @@ class Executor:
 
     def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs `fn` as one compiled program; traces it at the first call with new shapes."""
+        if self._strategy.job is not None:
+            return in_step(self, self._strategy, fn, args, kwargs)
         compiled, values = self.prepare(fn, args, kwargs)
         results, state = compiled.function(*compiled.state(), compiled.pack(values))
         compiled.check(results)
@@ -252,9 +96,15 @@ class Executor:
             kwargs: keyword arguments.
             fit: how the step of a Keras model differs from one of `run`.
         """
+        if self._mesh is not self._strategy.mesh:  # other processes than before
+            self._mesh = self._strategy.mesh
+            self._cache.clear()
         leaves, tree, keys = flatten((args, kwargs))
-        key = (fn, tree, keys, fit, numerics.is_on())
-        compiled = self._cache.get(key)
+        how = (tree, keys, fit, numerics.is_on())
+        compiled = self._cache.get((fn, *how))
+        if compiled is None:
+            fn = self._same.setdefault(identity(fn), fn)
+            compiled = self._cache.get((fn, *how))
         if compiled is None:
             described = [describe(leaf) for leaf in leaves]
             if not context.is_default(self._strategy):
@@ -262,7 +112,7 @@ class Executor:
             compiled = self._compile(fn, tree, described, fit)
             # Under the default strategy the trace may find the strategy that the values are of.
             self._check_counts(leaves)
-            self._cache[key] = compiled
+            self._cache[fn, *how] = compiled
         return compiled, [leaves[i] for i in compiled.dynamic]
 
     def _check_counts(self, leaves: Sequence[Any]) -> None:
@@ -274,8 +124,10 @@ class Executor:
         self, fn: Callable[..., Any], args: Any, kwargs: Any, fit: Fit | None = None
     ) -> jax.stages.Lowered:
         """The program that a call would run, not run: to read or to count. As `prepare`."""
-        compiled, values = self.prepare(fn, args, kwargs, fit)
-        return compiled.function.lower(*compiled.state(), compiled.pack(values))
+        if fit is None and self._strategy.spans:
+            args, kwargs = self._strategy.join_arguments((args, kwargs), self.replica is None)
+        compiled, _ = self.prepare(fn, args, kwargs, fit)
+        return compiled.lower()
 
     def _compile(self, fn: Any, tree: Any, described: list[Any], fit: Fit | None) -> Compiled:
         self._count_trace(fn)
@@ -324,7 +176,7 @@ class Executor:
             run: Any = functools.partial(evaluate, first.jaxpr)
         else:
             run = uneven.merge(programs, members, inputs)
-        function = boundary(first, run, mesh, split)
+        function = boundary(first, run, mesh, split, keep=strategy.keeps_state)
         return Compiled(strategy, first, function, described, programs, members)
 
     def _count_trace(self, fn: Any) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from stratagem import variables
 from stratagem.step import primitives
+from stratagem.step.arguments import Argument
 from stratagem.step.fuse import schedule
 from stratagem.step.program import bind, read_all, write_all
 from stratagem.step.trace import Program
@@ -97,7 +98,12 @@ def state_spec(program: Program, variable: Any) -> PartitionSpec:
 
 
 def boundary(
-    program: Program, run: Any, mesh: jax.sharding.Mesh | None, split: Sequence[bool]
+    program: Program,
+    run: Any,
+    mesh: jax.sharding.Mesh | None,
+    split: Sequence[bool],
+    *,
+    keep: bool = False,
 ) -> Any:
     """The jitted function `(donated, kept, arguments) -> (outputs, new state)` of a program.
 
@@ -106,9 +112,11 @@ def boundary(
         run: `(inputs) -> outputs` on one replica; inputs and outputs as in `program.jaxpr`.
         mesh: over the replicas, or None for one device.
         split: for each argument, whether it is stacked `[replicas, ...]` (else replicated).
+        keep: leave the written variables' old values where they are.
     """
     donated = [i in program.written for i in range(len(program.variables))]
-    donate = () if program.checks else 0  # a step that fails its checks must not destroy the state
+    # A step that may fail, or that may fail its checks, must not destroy the state.
+    donate = () if program.checks or keep else 0
     if mesh is None:
 
         def one(given: list[Any], kept: list[Any], arguments: list[Any]) -> Any:
@@ -150,6 +158,39 @@ def boundary(
         replica, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
     return jax.jit(sharded, donate_argnums=donate)
+
+
+def describe_inputs(
+    strategy: Any,
+    given: Sequence[tuple[Any, bool]],
+    kept: Sequence[tuple[Any, bool]],
+    arguments: Sequence[Argument],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What `boundary`'s function takes: shapes, dtypes and layouts, without values.
+
+    Args:
+        strategy: knows the layouts.
+        given: donated variables, each with whether its value is in components.
+        kept: the other variables, likewise.
+        arguments: the dynamic arguments.
+    """
+    home, stacked = strategy.layouts
+    count = strategy.num_replicas_in_sync
+
+    def describe(shape: Sequence[int], dtype: Any, split: bool) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+        whole = (count, *shape) if split else tuple(shape)
+        return jax.ShapeDtypeStruct(whole, dtype, sharding=stacked if split else home)
+
+    def variable(slot: tuple[Any, bool]) -> jax.ShapeDtypeStruct:
+        spec = variables.local_spec(slot[0])
+        return describe(spec.shape, spec.dtype, slot[1])
+
+    return (
+        [variable(slot) for slot in given],
+        [variable(slot) for slot in kept],
+        [describe(a.padded, a.dtype, a.split and count > 1) for a in arguments],
+    )
 
 
 def _weave(donated: Sequence[bool], given: list[Any], kept: list[Any]) -> list[Any]:

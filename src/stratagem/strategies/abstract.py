@@ -12,16 +12,14 @@ from typing import Any, NoReturn
 
 import jax
 import keras
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from stratagem import config, context, data, variables
 from stratagem.collectives import CrossDeviceOps, NcclAllReduce
 from stratagem.step.execute import Executor
-from stratagem.step.primitives import AXIS
 from stratagem.step.replica import ReplicaContext
 from stratagem.step.trace import LocalValue
 from stratagem.strategies.extended import Extended, is_replicated
+from stratagem.strategies.layout import Layout
 from stratagem.strategies.reductions import gather_leaf, reduce_leaf, variable_value
 from stratagem.values import (
     Mirrored,
@@ -33,7 +31,7 @@ from stratagem.values import (
 )
 
 
-class Strategy(Extended):
+class Strategy(Layout, Extended):
     """Distributes the steps of a program over replicas. Create one of its subclasses.
 
     Args:
@@ -41,24 +39,16 @@ class Strategy(Extended):
         cross_device_ops: how the replicas' values combine.
     """
 
+    described = False  # True where the devices are only described: it lowers, and runs nothing
+
     def __init__(
         self,
         devices: Sequence[jax.Device],
         cross_device_ops: CrossDeviceOps | None = None,
     ):
-        config.ensure_safe_cpu_pool(devices)
-        self._devices = tuple(devices)
         self._made_at = variables.user_line()
-        ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
-        self.cross_device_ops = ops.placed_on(self._devices)
-        self.mesh = Mesh(np.asarray(self._devices), (AXIS,))
-        self._one = len(self._devices) == 1
-        self._home = (
-            SingleDeviceSharding(self._devices[0])
-            if self._one
-            else NamedSharding(self.mesh, PartitionSpec())
-        )
-        self._split = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
+        self._lay_out(devices)
         self._run = Executor(self, ReplicaContext(self))
         self._call = Executor(self, None)
 
@@ -67,19 +57,6 @@ class Strategy(Extended):
         """Compiles and runs this strategy's replica functions."""
         return self._run
 
-    # Where values live.
-
-    def place(self, value: Any) -> jax.Array:
-        """Lays a value out where mirrored variables live: on every replica's device."""
-        # Asked for every variable in every step of `fit`; device_put takes longer to find it out.
-        if isinstance(value, jax.Array) and value.committed and value.sharding == self._home:
-            return value
-        return jax.device_put(_canonical(value), self._home)
-
-    def place_stacked(self, stacked: Any) -> jax.Array:
-        """Lays `[replicas, ...]` out with one row on each replica's device."""
-        return jax.device_put(_canonical(stacked), self._split)
-
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas take part in each step."""
@@ -87,8 +64,8 @@ class Strategy(Extended):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """Names of the devices that compute."""
-        return tuple(config.device_name(d) for d in self._devices)
+        """Names of the devices of this process that compute."""
+        return tuple(config.device_name(d) for d in self._local_devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -101,7 +78,7 @@ class Strategy(Extended):
         return self
 
     @property
-    def cluster_resolver(self) -> None:
+    def cluster_resolver(self) -> Any:
         """None: the strategy runs in one process."""
         return None
 
@@ -247,7 +224,7 @@ class Strategy(Extended):
             jax.tree.unflatten(
                 tree, [leaf.values[r] if is_distributed(leaf) else leaf for leaf in leaves]
             )
-            for r in range(self.num_replicas_in_sync)
+            for r in range(len(self.local_replicas))
         )
 
     def _owns_copies(self, leaf: Any) -> bool:
@@ -259,19 +236,21 @@ class Strategy(Extended):
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits each global batch of a dataset among the replicas. See stratagem.data."""
-        return data.distribute_dataset(dataset, mesh=self.mesh, options=options)
+        return data.distribute_dataset(dataset, mesh=self.mesh, options=options, job=self.job)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[Any], Any], options: Any = None
     ) -> Any:
         """Deals the per-replica batches of `dataset_fn(InputContext)` to the replicas."""
-        return data.distribute_from_function(dataset_fn, mesh=self.mesh, options=options)
+        return data.distribute_from_function(
+            dataset_fn, mesh=self.mesh, options=options, job=self.job
+        )
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """A PerReplica of `value_fn(ValueContext)` for each replica."""
-        return data.values_from_function(value_fn, self.num_replicas_in_sync)
+        return data.values_from_function(value_fn, self.num_replicas_in_sync, self.local_replicas)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -299,14 +278,6 @@ def _check_call(fn: Any, args: Any) -> None:
         raise ValueError(
             f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
         )
-
-
-def _canonical(value: Any) -> Any:
-    """Python and NumPy values in the dtype that JAX keeps without x64."""
-    if isinstance(value, jax.Array):
-        return value
-    array = np.asarray(value)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _local_part(leaf: Any) -> Any:

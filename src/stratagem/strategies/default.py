@@ -26,6 +26,9 @@ class DefaultStrategy(Strategy):
     """
 
     mesh: Any = None
+    local_replicas = range(1)
+    spans = False
+    layouts = (None, None)
 
     def __init__(self) -> None:
         # No devices are asked for: importing stratagem must not start a backend.

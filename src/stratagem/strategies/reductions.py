@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +33,11 @@ def reduce_leaf(strategy: Any, op: ReduceOp, value: Any, axis: Axis) -> Any:
         return _reduce_traced(op, value.local, axis)
     if isinstance(value, PerReplica):
         check_count(value, strategy)
-        return _reduce_parts(op, value, axis)
+        return _reduce_parts(strategy, op, value, axis)
     if isinstance(value, Mirrored):
         return _reduce_same(strategy, op, value.value, axis, "Mirrored value")
+    if (workers := strategy.worker_parts(value)) is not None:
+        return _reduce_list(op, workers.values, axis)
     return _reduce_same(strategy, op, value, axis, f"{type(value).__name__}")
 
 
@@ -83,13 +86,21 @@ def _reduce_traced(op: ReduceOp, local: Any, axis: Axis) -> Any:
     return divide(total, count).astype(_mean_dtype(local.dtype))
 
 
-def _reduce_parts(op: ReduceOp, value: PerReplica, axis: Axis) -> Any:
-    if value.stacked is not None:
-        _check_numbers(value.stacked.dtype)
-        ndim = value.stacked.ndim - 1
-        axes = None if axis is None else tuple(a + 1 for a in _axes(ndim, axis))
-        return _reduce_stacked(value.stacked, op is ReduceOp.MEAN, axes)
-    parts = [_dense(p) for p in value.values]
+def _reduce_parts(strategy: Any, op: ReduceOp, value: PerReplica, axis: Axis) -> Any:
+    if value.stacked is None:
+        return _reduce_list(op, strategy.all_parts(value), axis)
+    _check_numbers(value.stacked.dtype)
+    ndim = value.stacked.ndim - 1
+    axes = None if axis is None else tuple(a + 1 for a in _axes(ndim, axis))
+    if strategy.spans:
+        reduce = _reduce_spanning(strategy.home, op is ReduceOp.MEAN, axes)
+        return strategy.local_view(strategy.execute(reduce, value.stacked))
+    return _reduce_stacked(value.stacked, op is ReduceOp.MEAN, axes)
+
+
+def _reduce_list(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
+    """Of one value a replica, all at hand."""
+    parts = [_dense(p) for p in values]
     _check_numbers(*(p.dtype for p in parts))
     if axis is None:
         _check_alike(parts)
@@ -117,14 +128,22 @@ def _dense_slices(slices: IndexedSlices) -> Any:
     return LocalValue(dense) if any(isinstance(f, LocalValue) for f in fields) else dense
 
 
-@jax.jit(static_argnums=(1, 2))
-def _reduce_stacked(stacked: Any, mean: bool, axes: Any) -> Any:
+def _sum_or_mean(stacked: Any, mean: bool, axes: Any) -> Any:
     """Sum or mean of `[replicas, ...]` over replicas and further axes."""
     over = (0, *(axes or ()))
     if not mean:
         return _sum(stacked, ReduceOp.SUM, over)
     total = _sum(stacked, ReduceOp.MEAN, over)
     return divide(total, _count(stacked.shape, over)).astype(_mean_dtype(stacked.dtype))
+
+
+_reduce_stacked = jax.jit(_sum_or_mean, static_argnums=(1, 2))
+
+
+@functools.lru_cache
+def _reduce_spanning(home: Any, mean: bool, axes: Any) -> Any:
+    """The same over several processes, of which each gets the result."""
+    return jax.jit(lambda stacked: _sum_or_mean(stacked, mean, axes), out_shardings=home)
 
 
 def _sum(array: Any, op: ReduceOp, axes: tuple[int, ...]) -> jax.Array:
@@ -193,7 +212,7 @@ def gather_leaf(strategy: Any, value: Any, axis: int) -> Any:
     if not isinstance(value, PerReplica):
         return value
     check_count(value, strategy)
-    arrays = [np.asarray(p) for p in parts]
+    arrays = [np.asarray(p) for p in strategy.all_parts(value)]
     for i, array in enumerate(arrays):
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(

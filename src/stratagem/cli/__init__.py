@@ -1,0 +1,1 @@
+"""The command `stratagem`: one file a subcommand."""

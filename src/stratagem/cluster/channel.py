@@ -1,0 +1,185 @@
+"""A small control channel between the processes of a job: agreeing, never moving tensors.
+
+It runs over the key-value store that every job already has (JAX's coordination service), off the
+devices, so that it works while a step runs and when one is stuck. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from stratagem.errors import PeerTimeoutError
+
+
+class Store(Protocol):
+    """Keys and values that all processes of a job see."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes a key that does not exist yet."""
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """Waits for a key to exist; None when it does not within the time."""
+
+    def delete(self, key: str) -> None:
+        """Removes a key, if it is there."""
+
+
+class Channel:
+    """One process's end of the channel.
+
+    Every process opens the same streams and makes the same calls on each, in the same order;
+    different streams do not order each other, so that different threads can have their own.
+
+    Args:
+        store: the job's key-value store.
+        rank: this process, from 0.
+        names: how errors name each process, such as "worker 1 at host1:2222".
+        seconds: the deadline of every wait.
+        scope: a prefix for the keys, new for each attempt of the job.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        seconds: float,
+        scope: str = "stratagem",
+    ):
+        self.rank = rank
+        self.names = tuple(names)
+        self.seconds = seconds
+        self.store = store
+        self.scope = scope
+        self._streams: dict[str, Stream] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Processes of the job."""
+        return len(self.names)
+
+    def key(self, name: str) -> str:
+        """A key of this attempt of the job, for use with the store itself."""
+        return f"{self.scope}/key/{name}"
+
+    def stream(self, name: str) -> Stream:
+        """The stream of a name; the same object for the same name."""
+        with self._lock:
+            if name not in self._streams:
+                self._streams[name] = Stream(self, f"{self.scope}/{name}", name)
+            return self._streams[name]
+
+
+class Stream:
+    """An order of exchanges. Made by `Channel.stream`; one thread at a time may use it."""
+
+    def __init__(self, channel: Channel, prefix: str, name: str):
+        self._channel = channel
+        self._prefix = prefix
+        self._name = name
+        self._turns = itertools.count()
+
+    def all_gather(self, payload: bytes, what: str, seconds: float | None = None) -> list[bytes]:
+        """Gives every process the payloads of all, by rank. Every process calls it.
+
+        Process 0 collects the payloads and hands out the list, so that n processes need 3n
+        messages, not n * n.
+
+        Args:
+            payload: this process's part, at most a few megabytes.
+            what: what the processes agree on, for the error.
+            seconds: the deadline, instead of the channel's.
+
+        Raises:
+            PeerTimeoutError: names every process that has not come to this exchange in time.
+        """
+        channel, turn = self._channel, next(self._turns)
+        if channel.size == 1:
+            return [payload]
+        seconds = channel.seconds if seconds is None else seconds
+        base = f"{self._prefix}/{turn}"
+        if channel.rank:
+            channel.store.set(f"{base}/{channel.rank}", payload)
+            joined = channel.store.get(f"{base}/all", seconds)
+            if joined is None:
+                raise PeerTimeoutError(self._missing(base, what, seconds))
+            return _unpack(joined, channel.size)
+        deadline = time.monotonic() + seconds
+        channel.store.set(f"{base}/0", b"")  # for who asks who is missing
+        parts = [payload]
+        for rank in range(1, channel.size):
+            part = channel.store.get(f"{base}/{rank}", max(0.001, deadline - time.monotonic()))
+            if part is None:
+                raise PeerTimeoutError(self._missing(base, what, seconds))
+            parts.append(part)
+        channel.store.set(f"{base}/all", _pack(parts))
+        self._forget(turn)
+        return parts
+
+    def _forget(self, turn: int) -> None:
+        """Removes what everyone has read: who sends for turn n has read the answer of n - 1."""
+        if turn:
+            base = f"{self._prefix}/{turn - 1}"
+            for rank in range(self._channel.size):
+                self._channel.store.delete(f"{base}/{rank}")
+            self._channel.store.delete(f"{base}/all")
+
+    def _missing(self, base: str, what: str, seconds: float) -> str:
+        channel = self._channel
+        others = [r for r in range(channel.size) if r != channel.rank]
+        absent = [r for r in others if channel.store.get(f"{base}/{r}", 0.05) is None]
+        return (
+            f"Expected all {channel.size} processes to agree on {what} within {seconds:g} s. "
+            f"Missing: {', '.join(channel.names[r] for r in absent or [0])} (this is "
+            f"{channel.names[channel.rank]}). It has ended, is stuck, or runs another program: "
+            "every process must make the same calls in the same order, also those that only the "
+            "chief needs."
+        )
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    sizes = b"".join(len(part).to_bytes(8, "big") for part in parts)
+    return sizes + b"".join(parts)
+
+
+def _unpack(joined: bytes, count: int) -> list[bytes]:
+    parts = []
+    start = 8 * count
+    for i in range(count):
+        size = int.from_bytes(joined[8 * i : 8 * i + 8], "big")
+        parts.append(joined[start : start + size])
+        start += size
+    return parts
+
+
+class LocalStore:
+    """A store for processes that are threads: the twin of JAX's, for tests."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """As `Store`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """As `Store`."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, seconds)
+            return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        """As `Store`."""
+        with self._changed:
+            self._values.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,118 @@
+"""What `fit` and saving do once a job, though every process calls them.
+
+The chief shows the progress and writes the files. The processes draw the same random numbers when
+Keras shuffles arrays, so that all see the same global batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import logging
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from stratagem import variables
+from stratagem.errors import PeerTimeoutError
+from stratagem.keras_bridge.hooks import wrap
+from stratagem.recovery import randomness
+
+_log = logging.getLogger("stratagem")
+
+# Callbacks that only write files or send messages, which one process does for all.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+)
+_SAVED, _FAILED = b"saved", b"failed: "
+_saves: dict[str, Any] = defaultdict(itertools.count)
+
+
+def install() -> None:
+    """Attaches the bridge to what saves models."""
+    for name in ("save", "save_weights", "export"):
+        wrap(keras.Model, name, _save_method)
+    wrap(keras.saving, "save_model", _save_model)
+    wrap(keras.saving, "save_weights", _save_model)
+
+
+def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of `fit`, `evaluate` or `predict` for this process of a job."""
+    job = strategy.job
+    if job is None:
+        return args, kwargs
+    _share_random(job)
+    if job.is_chief:
+        return args, kwargs
+    bound = inspect.signature(method).bind_partial(None, *args, **kwargs)
+    arguments = bound.arguments
+    if "verbose" in inspect.signature(method).parameters:
+        arguments["verbose"] = 0
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, (list, tuple)):
+        left_out = [c for c in callbacks if isinstance(c, _WRITERS)]
+        arguments["callbacks"] = [c for c in callbacks if c not in left_out]
+        if left_out:
+            names = ", ".join(sorted({type(c).__name__ for c in left_out}))
+            _log.info("%s: left to the chief, which writes for all processes", names)
+    return bound.args[1:], bound.kwargs
+
+
+def _share_random(job: Any) -> None:
+    """Gives all processes the chief's state of the generators that Keras shuffles arrays with."""
+    mine = json.dumps(randomness.get_state()).encode() if job.rank == 0 else b""
+    chief = job.channel.stream("random state").all_gather(mine, "the state of random numbers")[0]
+    if job.rank:
+        randomness.set_state(json.loads(chief))
+
+
+def _save_method(original: Any, self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    return _once(self, filepath, lambda: original(self, filepath, *args, **kwargs))
+
+
+def _save_model(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    return _once(model, filepath, lambda: original(model, filepath, *args, **kwargs))
+
+
+def _once(model: Any, filepath: Any, save: Any) -> Any:
+    """The chief saves; the others wait until it has, and fail if it failed.
+
+    The chief waits for nobody, so that a program that saves on the chief alone works too.
+    """
+    homes = [where for v in model.variables if (where := variables.home(v)) is not None]
+    job = homes[0].strategy.job if homes else None
+    if job is None:
+        return save()
+    # By the name of the file alone: processes may have folders of their own.
+    path, name = str(filepath), Path(str(filepath)).name
+    key = f"{job.channel.scope}/save/{name}/{next(_saves[name])}"
+    if not job.is_chief:
+        return _wait_for_chief(job, path, key)
+    try:
+        result = save()
+    except BaseException as error:
+        job.channel.store.set(key, _FAILED + repr(error)[:1000].encode())
+        raise
+    job.channel.store.set(key, _SAVED)
+    return result
+
+
+def _wait_for_chief(job: Any, path: str, key: str) -> None:
+    answer = job.channel.store.get(key, job.channel.seconds)
+    chief, me = job.channel.names[0], job.channel.names[job.rank]
+    if answer is None:
+        raise PeerTimeoutError(
+            f"Expected the chief, {chief}, to save {path!r} within {job.channel.seconds:g} s, as "
+            f"this process ({me}) was asked to. It did not. Save on every process, or on the "
+            "chief alone; not on other processes alone."
+        )
+    if answer != _SAVED:
+        raise RuntimeError(
+            f"Expected the chief, {chief}, to save {path!r}. It failed: "
+            f"{answer.removeprefix(_FAILED).decode()} (this is {me}, which writes nothing)"
+        )

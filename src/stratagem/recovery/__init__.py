@@ -1,0 +1,3 @@
+"""Getting over interruptions: backups, checkpoints, and leaving well when told to."""
+
+from __future__ import annotations

@@ -1,0 +1,37 @@
+"""A step of several processes, done again where they change; see `cluster/lockstep.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def in_step(executor: Any, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `Executor.__call__` does, on a strategy of several processes."""
+    last: Any = None
+
+    def work() -> Any:
+        nonlocal last
+        shared = executor.replica is None
+        compiled, values = executor.prepare(fn, *strategy.join_arguments((args, kwargs), shared))
+        given, kept = compiled.state()
+        packed = compiled.pack(values)
+        results, state = strategy.execute(compiled.function, given, kept, packed)
+        compiled.check(results)
+        compiled.store(state)
+        last = compiled, given, state
+        return compiled.unpack(results)
+
+    def again(_: Any) -> None:
+        compiled, before, after = last
+        now = [v.components if c else v._value for v, c in compiled.given]
+        compiled.store(before)
+        work()
+        # What the program has changed since then stays as it is.
+        for (variable, component), value, old in zip(compiled.given, now, after, strict=True):
+            if value is not old and component:
+                variable.components = value
+            elif value is not old:
+                variable._value = value
+
+    return strategy.in_step(work, again, f"run({getattr(fn, '__qualname__', fn)})")

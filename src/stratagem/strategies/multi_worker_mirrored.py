@@ -1,0 +1,261 @@
+"""MultiWorkerMirroredStrategy: a copy of each variable on every device of every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stratagem import config
+from stratagem.cluster import runtime
+from stratagem.cluster.abstract import ClusterResolver
+from stratagem.cluster.lockstep import Lockstep
+from stratagem.cluster.tf_config import TFConfigClusterResolver
+from stratagem.collectives.options import CommunicationOptions
+from stratagem.errors import JobMismatchError, UnevenShapesError
+from stratagem.strategies.abstract import Strategy
+from stratagem.values import IndexedSlices, PerReplica, map_leaves
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_VALUE_BYTES = 1 << 20  # of a message on the job's channel
+
+T = TypeVar("T")
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the devices of several processes, usually on several machines.
+
+    Every process runs the same program, with its own TF_CONFIG; `stratagem run` starts them. Each
+    device must hold the whole model. Without a cluster, or with one of one task, it trains on the
+    devices of this process.
+
+    Every process must make the same calls in the same order: `run`, `reduce`, `gather`, creating
+    variables, reading metrics. Values that `run` returns are this process's; `reduce` and `gather`
+    are over all. An array that is no distributed value is each process's own.
+
+    Create it before anything uses JAX: it decides which devices there are.
+
+    Args:
+        cluster_resolver: knows the cluster and this task; None reads TF_CONFIG.
+        communication_options: how the processes communicate.
+
+    Raises:
+        RuntimeError: JAX has started.
+        PeerTimeoutError: tasks are missing; names them and their addresses.
+        JobMismatchError: tasks have other clusters, versions or devices.
+        ValueError: the cluster is wrong.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        options = CommunicationOptions.checked(communication_options)
+        resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
+        _check_resolver(resolver)
+        self._resolver = resolver
+        stall = math.inf if options.timeout_seconds is None else options.timeout_seconds
+        self.job = runtime.join(resolver, options.start_seconds, stall)
+        self.communication_options = options
+        config.resolve_devices(None)  # checks the pool
+        if self.job is not None:
+            runtime.check_devices(self.job)
+            self.keeps_state = self.job.may_change
+        self._lockstep = None if self.job is None else Lockstep(self.job, self._rebuild)
+        self._replaced: dict[int, tuple[Any, Any]] = {}
+        self._doing = "a step"
+        super().__init__(self._find_devices(), options.cross_device_ops())
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """What knows the cluster and this task."""
+        return self._resolver
+
+    def _find_devices(self) -> list[jax.Device]:
+        """The devices of all replicas, each process's own together."""
+        return _all_devices()
+
+    def place_first(self, value: Any) -> jax.Array:
+        """Lays out a new variable's value; where processes disagree, the chief's is taken.
+
+        Every process calls it: each creates the same variables in the same order.
+        """
+        if self.job is None:
+            return self.place(value)
+        array = np.asarray(value)
+        mine = f"{array.dtype}{array.shape}".encode() + hashlib.sha256(array.tobytes()).digest()
+        stream = self.job.channel.stream("variables")
+        found = stream.all_gather(mine, "a new variable's initial value")
+        if any(one != found[0] for one in found):
+            array = self._from_chief(array, found)
+        return self.place(array)
+
+    def _from_chief(self, array: np.ndarray, found: Sequence[bytes]) -> np.ndarray:
+        names = self.job.channel.names
+        described = [one[:-32].decode() for one in found]
+        if len(set(described)) > 1:
+            raise JobMismatchError(
+                "Expected every process to create the same variables in the same order. Got "
+                + ", ".join(f"{n}: {d}" for n, d in zip(names, described, strict=True))
+                + " at once. Make the model with the same program and settings on every worker."
+            )
+        stream = self.job.channel.stream("variables")
+        data = array.tobytes() if self.job.rank == 0 else b""
+        received = b""
+        for start in range(0, array.nbytes, _VALUE_BYTES):
+            part = data[start : start + _VALUE_BYTES]
+            received += stream.all_gather(part, "the chief's initial value")[0]
+        return np.frombuffer(received, array.dtype).reshape(array.shape)
+
+    def execute(self, function: Callable[..., T], *inputs: Any) -> T:
+        """Runs a compiled program that may wait for other processes."""
+        if self.job is None:
+            return function(*inputs)
+        return self.job.member.run(lambda: function(*inputs), self._doing)
+
+    def in_step(self, work: Callable[[], T], again: Callable[[T], None], doing: str) -> T:
+        """Does what every process does in the same order, again where processes are lost."""
+        if self._lockstep is None:
+            return work()
+        self._doing = doing
+        result = self._lockstep.unit(work, again)
+        if self._replaced:  # who goes on from here has the newer values
+            self._replaced = {}
+        return result
+
+    def place_state(self, variable: Any, value: Any) -> jax.Array:
+        """`place`, and the newer value for one that was computed with processes now lost."""
+        replaced = self._replaced.get(id(variable))
+        if replaced is not None and self._same(value, replaced[0]):
+            value = replaced[1]
+        return self.place(value)
+
+    def replace_state(self, variable: Any, old: Any, new: Any) -> None:
+        """Takes the value of a step that was done again for the value that it gave before."""
+        self._replaced[id(variable)] = (old, new)
+        if variable._value is not None and self._same(variable._value, old):
+            variable._value = new
+
+    def _same(self, one: Any, other: Any) -> bool:
+        one, other = np.asarray(self.local_view(one)), np.asarray(self.local_view(other))
+        return one.tobytes() == other.tobytes()
+
+    def _rebuild(self) -> None:
+        self._replaced = {}
+        runtime.check_devices(self.job)
+        self._lay_out(self._find_devices())
+
+    def join_arguments(self, arguments: Any, shared: bool) -> Any:
+        """Arrays become each process's own; the shapes of the others' parts are asked for."""
+        if self.job is None:
+            return arguments
+        unknown: list[PerReplica] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica) and leaf.num_replicas < self.num_replicas_in_sync:
+                unknown.append(leaf)
+            return leaf
+
+        map_leaves(note, arguments)
+        shapes = iter(self._shapes(unknown)) if unknown else iter(())
+
+        def join(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                if leaf.num_replicas < self.num_replicas_in_sync:
+                    return PerReplica(leaf.values, next(shapes))
+                return leaf
+            if isinstance(leaf, _ARRAYS) and not shared:
+                own = self.local_view(leaf)
+                count = self.num_replicas_in_sync
+                return PerReplica([own] * len(self.local_replicas), [np.shape(own)] * count)
+            return leaf
+
+        return map_leaves(join, arguments)
+
+    def _shapes(self, values: Sequence[PerReplica]) -> list[list[tuple[int, ...]]]:
+        """For each value, the shapes of its parts on all replicas."""
+        own = [[list(np.shape(part)) for part in value.values] for value in values]
+        stream = self.job.channel.stream("shapes")
+        found = stream.all_gather(json.dumps(own).encode(), "the shapes of PerReplica values")
+        workers = [json.loads(text) for text in found]
+        if len({len(w) for w in workers}) > 1:
+            raise JobMismatchError(
+                "Expected the same PerReplica arguments on every process. Got "
+                + ", ".join(
+                    f"{name}: {len(w)}"
+                    for name, w in zip(self.job.channel.names, workers, strict=True)
+                )
+                + ". Call run with the same arguments everywhere."
+            )
+        return [
+            [tuple(shape) for worker in workers for shape in worker[i]] for i in range(len(values))
+        ]
+
+    def whole(self, stacked: jax.Array) -> Any:
+        """`[replicas, ...]` as an array of this process alone. Every process calls it."""
+        if self.job is None:
+            return stacked
+        gather = jax.jit(lambda x: x, out_shardings=self.home)
+        return self.local_view(self.execute(gather, stacked))
+
+    def all_parts(self, value: PerReplica) -> Sequence[Any]:
+        """The part of each replica of the job. Every process calls it."""
+        if self.job is None:
+            return value.values
+        if value.stacked is not None:
+            return list(np.asarray(self.whole(value.stacked)))
+        parts = [_dense(part) for part in value.values]
+        value = PerReplica(parts, value.shapes if value.num_replicas > len(parts) else None)
+        if value.num_replicas < self.num_replicas_in_sync:
+            value = self.join_arguments(value, shared=False)
+        shapes = value.shapes
+        if len({len(shape) for shape in shapes}) > 1:
+            raise UnevenShapesError(
+                f"Expected parts of one rank on all replicas. Got shapes {list(shapes)}."
+            )
+        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        padded = np.zeros((len(parts), *largest), parts[0].dtype)
+        for i, part in enumerate(parts):
+            window: tuple[Any, ...] = (i, *(slice(0, n) for n in part.shape))
+            padded[window] = part
+        gathered = np.asarray(self.whole(self.place_local(padded)))
+        return [
+            row[tuple(slice(0, n) for n in shape)]
+            for row, shape in zip(gathered, shapes, strict=True)
+        ]
+
+    def worker_parts(self, value: Any) -> PerReplica | None:
+        """A plain value is each worker's own, once a worker however many replicas it has."""
+        if self.job is None:
+            return None
+        own = jnp.asarray(self.local_view(value))
+        local = len(self.local_replicas)
+        parts = self.all_parts(PerReplica([own] * local))
+        return PerReplica(parts[::local])
+
+
+def _dense(part: Any) -> np.ndarray:
+    array = np.asarray(part.to_dense() if isinstance(part, IndexedSlices) else part)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _all_devices() -> list[jax.Device]:
+    """The devices of all processes, each process's own together, in the order of the ranks."""
+    kind = config.resolve_devices(None)[0].platform
+    devices = [d for d in jax.devices() if d.platform == kind]
+    return sorted(devices, key=lambda d: (d.process_index, d.id))
+
+
+def _check_resolver(resolver: Any) -> None:
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"Expected cluster_resolver to be a ClusterResolver. Got {resolver!r}. Use "
+            "stratagem.cluster_resolver.TFConfigClusterResolver() or leave it out."
+        )

@@ -1,0 +1,5 @@
+"""The names TensorFlow keeps under tf.tpu."""
+
+from __future__ import annotations
+
+from stratagem.tpu import experimental as experimental

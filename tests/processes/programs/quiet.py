@@ -1,0 +1,27 @@
+"""`fit` with a progress bar and a log file, as every process is asked for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import stratagem
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import keras
+import numpy as np
+from jobs import report
+
+logging.basicConfig(level=logging.INFO)
+strategy = stratagem.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+with tempfile.TemporaryDirectory() as folder:
+    log = Path(folder, "log.csv")
+    callbacks = [keras.callbacks.CSVLogger(log)]
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=callbacks, batch_size=2)
+    report({"log": log.stat().st_size if log.exists() else 0})

@@ -1,0 +1,269 @@
+"""What tasks are told, how they are spread over machines, and which options are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+
+import pytest
+
+from stratagem.cli import run
+from stratagem.cli.main import main
+from stratagem.cluster import tf_config as parser
+from stratagem.launcher import hosts, local
+from stratagem.launcher.abstract import Job, LaunchError, Task, gpus_of, merged, task_environment
+from stratagem.recovery.policy import Limits
+
+SCRIPT = __file__
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    top = argparse.ArgumentParser()
+    run.add_to(top.add_subparsers())
+    return top.parse_args(["run", *arguments])
+
+
+def _job(*arguments: str) -> Job:
+    return run.job_of(_options(*arguments, SCRIPT))
+
+
+class TestTasks:
+    def test_each_task_is_told_who_it_is(self):
+        job = _job("--workers", "2", "--ps", "1", "--evaluator")
+        plan = local.LocalExecutor({}).plan(job, 0)
+        assert [str(task) for task in plan.own] == [
+            "chief 0",
+            "worker 0",
+            "worker 1",
+            "ps 0",
+            "evaluator 0",
+        ]
+        assert len(set(plan.addresses.values())) == 5
+        for task in plan.own:
+            told = task_environment(job, task, plan.addresses, coordination=None)
+            parsed = parser.parse(told["TF_CONFIG"])  # Refuses what is wrong.
+            assert (parsed.task_type, parsed.task_id) == (task.type, task.index)
+            assert parsed.cluster.num_tasks("worker") == 2
+            assert told["STRATAGEM_ATTEMPT"] == "0"
+            assert "STRATAGEM_COORDINATION" not in told
+            assert "STRATAGEM_JOIN" not in told
+
+    def test_without_chief_worker_0_is_the_chief(self):
+        assert _job("--workers", "2").tasks() == [Task("worker", 0), Task("worker", 1)]
+
+    def test_trainers_meet_at_a_service(self):
+        plan = local.LocalExecutor({}).plan(job := _job("--workers", "2", "--evaluator"), 0)
+        assert plan.hosts_service
+        assert plan.coordination not in plan.addresses.values()
+        for task, expected in (
+            (Task("worker", 1), plan.coordination),
+            (Task("evaluator", 0), None),
+        ):
+            told = task_environment(job, task, plan.addresses, coordination=plan.coordination)
+            assert told.get("STRATAGEM_COORDINATION") == expected
+
+    def test_alone_or_with_servers_nobody_meets(self):
+        assert not _job().coordinated
+        assert not _job("--workers", "2", "--ps", "1").coordinated
+        assert _job("--chief").coordinated
+
+    def test_attempts_limits_and_replacements_are_told(self):
+        job = _job("--workers", "3", "--max-restarts", "1", "--min-workers", "2")
+        told = task_environment(
+            job, Task("worker", 1), {}, coordination="h:1", attempt=3, join=True
+        )
+        assert told["STRATAGEM_ATTEMPT"] == "3"
+        assert told["STRATAGEM_JOIN"] == "1"
+        assert told["STRATAGEM_MIN_WORKERS"] == "2"
+        assert "STRATAGEM_WAIT_FOR_REPLACEMENT" not in told
+
+    def test_rehearsal_is_a_default(self):
+        job = _job("--devices-per-worker", "2")
+        told = task_environment(job, Task("worker", 0), {}, coordination=None)
+        assert merged({}, told)["STRATAGEM_REHEARSE"] == "cpu:2"
+        assert merged({"STRATAGEM_REHEARSE": "gpu:4"}, told)["STRATAGEM_REHEARSE"] == "gpu:4"
+
+    def test_an_outer_job_is_not_passed_on(self):
+        outer = {"TF_CONFIG": "outer", "STRATAGEM_JOIN": "1", "STRATAGEM_ATTEMPT": "7", "A": "b"}
+        told = task_environment(_job(), Task("worker", 0), {}, coordination=None)
+        inner = merged(outer, told)
+        assert "STRATAGEM_JOIN" not in inner
+        assert inner["STRATAGEM_ATTEMPT"] == "0"
+        assert json.loads(inner["TF_CONFIG"])["task"] == {"type": "worker", "index": 0}
+        assert inner["A"] == "b"
+
+    def test_gpus_are_shared_out(self):
+        job = _job("--chief", "--workers", "2", "--evaluator", "--gpus-per-worker", "2")
+        assert {str(task): gpus_of(job, task) for task in job.tasks()} == {
+            "chief 0": "0,1",
+            "worker 0": "2,3",
+            "worker 1": "4,5",
+            "evaluator 0": "",
+        }
+        assert gpus_of(job, Task("worker", 1), first=2) == "0,1"
+
+
+class TestHosts:
+    def test_shares(self):
+        job = Job(("t.py",), workers=5, servers=1, chief=True, evaluator=True)
+        spread = [[str(task) for task in share] for share in hosts.shares(job, 2)]
+        assert spread == [
+            ["chief 0", "worker 0", "worker 1", "worker 2", "ps 0", "evaluator 0"],
+            ["worker 3", "worker 4"],
+        ]
+
+    def test_all_machines_work_out_the_same_cluster(self):
+        (port,) = local.free_ports(1)
+        job = Job(("t.py",), workers=4, limits=Limits(max_restarts=1))
+        machines = hosts.parse_hosts(f"a:{port},b:{port}")
+        plans = [hosts.HostsExecutor(machines, index, {}).plan(job, 0) for index in (0, 1)]
+        assert plans[0].addresses == plans[1].addresses
+        assert plans[0].coordination == plans[1].coordination == f"a:{port}"
+        assert [plan.hosts_service for plan in plans] == [True, False]
+        assert [task for plan in plans for task in plan.own] == job.tasks()
+        assert sorted(plans[0].addresses.values()) == [
+            f"{host}:{port + 2 + place}" for host in "ab" for place in (0, 1)
+        ]
+
+    def test_attempts_do_not_meet(self):
+        (port,) = local.free_ports(1)
+        executor = hosts.HostsExecutor(hosts.parse_hosts(f"a:{port},b"), 1, {})
+        job = Job(("t.py",), workers=2, limits=Limits(max_restarts=1))
+        assert [executor.plan(job, attempt).coordination for attempt in (0, 1, 2)] == [
+            f"a:{port}",
+            f"a:{port + 1}",
+            f"a:{port}",
+        ]
+
+    def test_this_machine_is_found(self):
+        assert hosts.own_index([hosts.Host("203.0.113.1", 1), hosts.Host("localhost", 2)]) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("203.0.113.1,203.0.113.2", "none of them"),
+            ("localhost,127.0.0.1", "localhost, 127.0.0.1"),
+        ],
+    )
+    def test_this_machine_is_not_found(self, text, found):
+        with pytest.raises(LaunchError, match=f"one of the machines to be this .*Got {found} out"):
+            hosts.own_index(hosts.parse_hosts(text))
+
+    def test_default_port(self):
+        found = hosts.parse_hosts("a, [2001:db8::1]:5")
+        assert found == [hosts.Host("a", 2222), hosts.Host("[2001:db8::1]", 5)]
+
+    def test_all_malformed_hosts_are_named(self):
+        with pytest.raises(LaunchError) as caught:
+            hosts.parse_hosts("a:0,,b c,d,D:1,127.0.0.1")
+        for fault in (
+            "'a:0' (port 0 is not in 1 to 65535)",
+            "'' (not of that form)",
+            "'b c' (not of that form)",
+            "'D:1' (named twice: one share",
+            "'127.0.0.1' (which only that machine itself can reach)",
+        ):
+            assert fault in str(caught.value)
+
+    def test_ports_that_are_taken(self):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            executor = hosts.HostsExecutor([hosts.Host("a", port - 1)], 0, {})
+            with pytest.raises(LaunchError, match=rf"to be free\. Taken, .*: {port}\b.*End what"):
+                executor.plan(Job(("t.py",), workers=1), 0)
+        with pytest.raises(LaunchError, match=r"Taken, or above 65535: 65536\."):
+            hosts.HostsExecutor([hosts.Host("a", 65535)], 0, {}).plan(Job(("t.py",)), 0)
+
+
+class TestCommand:
+    def test_what_is_after_the_script_belongs_to_it(self):
+        job = run.job_of(_options("--workers", "2", "train.py", "--workers", "9", "-m", "x"))
+        assert job.program == ("train.py", "--workers", "9", "-m", "x")
+        assert job.workers == 2
+
+    def test_a_module(self):
+        job = run.job_of(_options("--workers", "2", "-m", "package.train", "--on", "x"))
+        assert job.program == ("-m", "package.train", "--on", "x")
+
+    def test_servers_bring_a_chief(self):
+        assert [str(t) for t in _job("--ps", "1").tasks()] == ["chief 0", "worker 0", "ps 0"]
+
+    def test_limits(self):
+        job = _job(
+            *("--max-restarts", "3", "--workers", "3", "--min-workers", "2"),
+            *("--wait-for-replacement", "1.5"),
+        )
+        assert job.limits == Limits(3, 2, 1.5)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["nowhere.py"], r"expected a Python file to run\. Got 'nowhere.py', no such file in"),
+            (["tests"], r"Got 'tests', a directory"),
+            (["--workers", "0", SCRIPT], r"--workers: expected at least 1\. Got 0\."),
+            (["--ps", "-1", SCRIPT], r"--ps: expected at least 0\. Got -1\."),
+            (["--devices-per-worker", "0", SCRIPT], r"--devices-per-worker: expected at least 1"),
+            (
+                ["--devices-per-worker", "1", "--gpus-per-worker", "1", SCRIPT],
+                r"Got both\. Leave one out",
+            ),
+            (["--min-workers", "3", SCRIPT], r"--min-workers: expected 1 to 1, .*Got 3"),
+            (
+                ["--wait-for-replacement", "3", SCRIPT],
+                r"expected --min-workers with it.*\n.*expected --max-restarts of at least 1",
+            ),
+            (["--ps", "1", "--min-workers", "1", SCRIPT], r"expected no parameter servers"),
+            (
+                ["--image", "i", SCRIPT],
+                r"--image: expected --on kubernetes with it\. Got --on local",
+            ),
+            (["--output", "o", SCRIPT], r"--output: expected --on slurm or kubernetes with it"),
+            (["--on", "kubernetes", SCRIPT], r"--on kubernetes: expected --image"),
+            (["--on", "ray", "--hosts", "a", SCRIPT], r"--hosts: expected --on local with it"),
+            (["--host-index", "0", SCRIPT], r"--host-index: expected --hosts with it"),
+            (
+                ["--hosts", "a,b", "--host-index", "2", "--workers", "2", SCRIPT],
+                r"--host-index: expected 0 to 1, .* Got 2",
+            ),
+            (
+                ["--hosts", "a,b", SCRIPT],
+                r"--workers: expected at least one for each of the 2 mach",
+            ),
+            (["--hosts", "a,a", "--workers", "2", SCRIPT], r"'a' \(named twice"),
+            (
+                ["--hosts", "a,b", "--workers", "2", "--min-workers", "1", SCRIPT],
+                r"--min-workers: expected one machine, or an engine",
+            ),
+        ],
+    )
+    def test_refused(self, arguments, message, capsys):
+        assert main(["run", *arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["run", "--on", "mesos", SCRIPT], "invalid choice: 'mesos' (choose from"),
+            (["run", "--worker", "2", SCRIPT], "unrecognized arguments: --worker"),
+            (["run"], "the following arguments are required: SCRIPT"),
+            ([], "the following arguments are required: COMMAND"),
+            (["run", "--workers", "two", SCRIPT], "invalid int value: 'two'"),
+        ],
+    )
+    def test_not_parsed(self, arguments, message, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_help(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            main(["run", "--help"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert "stratagem run --workers 2 train.py --epochs 3" in shown
+        assert max(map(len, shown.splitlines())) <= 100

@@ -1,0 +1,151 @@
+"""The roll call before a job, its tasks played by threads on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from stratagem.cluster import rollcall
+from stratagem.cluster.rollcall import Card
+from stratagem.errors import JobMismatchError, PeerTimeoutError
+
+
+@pytest.fixture
+def cluster():
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return tuple((f"worker {i}", f"127.0.0.1:{port}") for i, port in enumerate(ports))
+
+
+def cards(cluster):
+    return [Card(task, cluster, "stratagem 1, jax 2", 0, time.time()) for task, _ in cluster]
+
+
+def meet(cards, ranks=range(3), seconds=10.0):
+    """What `call` returns or raises on each rank."""
+
+    def one(rank):
+        try:
+            return rollcall.call(cards[rank], rank, seconds, lambda: "host:1")
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_all_get_the_address_of_the_service(cluster):
+    assert meet(cards(cluster)) == ["host:1"] * 3
+
+
+def test_a_task_alone_waits_for_nobody(cluster):
+    card = dataclasses.replace(cards(cluster)[0], cluster=cluster[:1])
+    assert rollcall.call(card, 0, 1.0, lambda: "host:1") == "host:1"
+
+
+@pytest.mark.parametrize("present", [(0, 1), (0,)])
+def test_missing_workers_are_named_by_all(cluster, present):
+    for rank, error in zip(present, meet(cards(cluster), present, 0.5), strict=True):
+        assert isinstance(error, PeerTimeoutError)
+        absent = ", ".join(f"{t} at {a}" for t, a in cluster if int(t[-1]) not in present)
+        assert f"Expected 3 tasks to start within 0.5 s. Missing: {absent}." in str(error)
+        assert f"(this is {cluster[rank][0]} at {cluster[rank][1]})" in str(error)
+
+
+def test_a_missing_leader_is_named(cluster):
+    for error in meet(cards(cluster), (1, 2), 0.5):
+        assert isinstance(error, PeerTimeoutError)
+        assert f"Missing: worker 0 at {cluster[0][1]}." in str(error)
+        assert "The last try: ConnectionRefusedError" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"cluster": (("worker 0", "a:1"), ("worker 1", "b:2"))}, "its cluster is [worker 0 at a"),
+        ({"version": "stratagem 0, jax 2"}, "it runs stratagem 0, jax 2, not stratagem 1, jax 2"),
+        ({"attempt": 1}, "it is of attempt 1, not 0"),
+        ({"clock": 1000.0}, "s off the leader's"),
+        ({"task": "worker 7"}, "it is none of the cluster's tasks"),
+        ({"task": "worker 1"}, "worker 1: is there twice"),
+    ],
+)
+def test_what_differs_is_said_by_all(cluster, change, text):
+    all_cards = cards(cluster)
+    leader = cluster[0]
+    own = dataclasses.replace(all_cards[2], **change)
+
+    def odd():
+        with socket.create_connection(("127.0.0.1", int(leader[1].split(":")[1])), 5) as line:
+            rollcall._send(line, dataclasses.asdict(own))
+            return rollcall._read_line(line).decode()
+
+    with ThreadPoolExecutor(3) as pool:
+        others = pool.submit(meet, all_cards, (0, 1), 10.0)
+        answer = ""
+        deadline = time.monotonic() + 10
+        while not answer and time.monotonic() < deadline:
+            try:
+                answer = odd()
+            except OSError:
+                time.sleep(0.02)
+        for error in others.result():
+            assert isinstance(error, JobMismatchError)
+            assert text in str(error)
+            assert "Expected the same TF_CONFIG cluster, versions and clock on every task" in str(
+                error
+            )
+    assert text in json.loads(answer)["error"]
+
+
+def test_an_address_in_use_names_the_field(cluster):
+    with socket.create_server(("127.0.0.1", int(cluster[0][1].split(":")[1]))):
+        with pytest.raises(
+            ValueError, match=r"TF_CONFIG cluster.worker\[0\]: expected a free"
+        ) as e:
+            rollcall.call(cards(cluster)[0], 0, 1.0, lambda: "host:1")
+    assert f"Got {cluster[0][1]}: Address already in use" in str(e.value)
+
+
+def test_an_address_of_another_machine_names_the_field(cluster):
+    elsewhere = (("worker 0", "192.0.2.1:2222"), *cluster[1:])  # a network for documents
+    card = dataclasses.replace(cards(cluster)[0], cluster=elsewhere)
+    with pytest.raises(ValueError, match="Got 192.0.2.1:2222: Cannot assign requested address"):
+        rollcall.call(card, 0, 1.0, lambda: "host:1")
+
+
+def test_an_unknown_host_is_named(cluster):
+    elsewhere = (("worker 0", "no-such-host.invalid:2222"), *cluster[1:])
+    card = dataclasses.replace(cards(cluster)[0], cluster=elsewhere)
+    with pytest.raises(ValueError, match="the host name is unknown"):
+        rollcall.call(card, 0, 1.0, lambda: "host:1")
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\n", b"{}\n", b"[1]\n", b'{"task": 1}\n', b"\xff" * 70000, b""],
+)
+def test_strangers_are_ignored(cluster, noise):
+    def stranger():
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            try:
+                port = int(cluster[0][1].split(":")[1])
+                with socket.create_connection(("127.0.0.1", port), 1) as line:
+                    line.sendall(noise)
+                    return
+            except OSError:
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(2) as pool:
+        leader = pool.submit(meet, cards(cluster), (0,), 5.0)
+        pool.submit(stranger).result()
+        assert meet(cards(cluster), (1, 2)) == ["host:1"] * 2
+        assert leader.result() == ["host:1"]
