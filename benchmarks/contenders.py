@@ -65,7 +65,10 @@ class Case:
 
 
 FUNCTION, PLAIN, HAND = "stratagem.function", "stratagem run + reduce", "JAX by hand"
+MULTI, MULTI_FIT, MULTI_HAND = "stratagem.function, MWMS", "stratagem fit, MWMS", "JAX, Gloo"
+MULTI_TF = "TensorFlow MWMS, RING"
 FIT, DATA_PARALLEL = "stratagem fit", "Keras DataParallel"
+BACKUP, NO_BACKUP = "a backup every 10 steps", "no backup"
 TF, TF_KERAS = "TensorFlow + Keras 3", "TensorFlow + tf_keras"
 
 
@@ -102,6 +105,20 @@ CASES = {
         ),
         (Goal(FUNCTION, (TF, TF_KERAS), 0.25), Goal(FUNCTION, (HAND,), 1.15)),
     ),
+    "workers": Case(
+        "custom loop, 784-1024-10 MLP, 2 processes, batch 64 each",
+        "us/step",
+        40,
+        15,
+        (20, 5),
+        (
+            Contender(MULTI, ("workers_stratagem.py", "function")),
+            Contender(MULTI_FIT, ("workers_stratagem.py", "fit")),
+            Contender(MULTI_HAND, ("workers_by_hand.py",)),
+            Contender(MULTI_TF, ("workers_tensorflow.py", "tf_keras"), PEER, "tf_keras"),
+        ),
+        (Goal(MULTI, (MULTI_TF,), 0.67), Goal(MULTI, (MULTI_HAND,), 1.15)),
+    ),
     "fit-mlp": _fit(
         "fit, 784-256-10 MLP, batch 256, 2 replicas",
         "mlp",
@@ -115,5 +132,17 @@ CASES = {
         6,
         9,
         (Goal(FIT, (DATA_PARALLEL,), 1.0),),
+    ),
+    "backup": Case(
+        f"fit, 784-256-10 MLP, batch 256, 2 replicas: {BACKUP} or none",
+        "rows/s",
+        60,
+        15,
+        (30, 5),
+        (
+            Contender(NO_BACKUP, ("backup.py", "none")),
+            Contender(BACKUP, ("backup.py", "every-10")),
+        ),
+        (Goal(BACKUP, (NO_BACKUP,), 0.9),),
     ),
 }

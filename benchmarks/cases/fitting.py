@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import measure
 import problems
 
 
-def fit(keras: Any, model: Any, steps: int, samples: int) -> float:
+def fit(keras: Any, model: Any, steps: int, samples: int, callbacks: Sequence[Any] = ()) -> float:
     """Trains for `samples` epochs of `steps` steps, and one before to warm up.
 
     A sample is an epoch's rows per second, between its first and last callback; the first step is
@@ -36,5 +37,6 @@ def fit(keras: Any, model: Any, steps: int, samples: int) -> float:
     start = time.perf_counter()
     model.fit(x[:batch], y[:batch], batch_size=batch, verbose=0)
     first = time.perf_counter() - start
-    history = model.fit(x, y, batch_size=batch, epochs=samples + 1, verbose=0, callbacks=[Clock()])
+    history = model.fit(x, y, batch_size=batch, epochs=samples + 1, verbose=0,
+                        callbacks=[*callbacks, Clock()])  # fmt: skip
     return history.history["loss"][-1]

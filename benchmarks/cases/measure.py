@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pair
+
 
 def options(*extra: tuple[str, list[str]]) -> argparse.Namespace:
     """The arguments of a contender.
@@ -43,6 +45,7 @@ def wait_for_turn() -> None:
     """Returns when run.py lets this contender take its next sample."""
     if not sys.stdin.readline():
         raise EOFError("Expected a line on standard input for each sample. Got its end.")
+    pair.pass_turn()
 
 
 def loop(

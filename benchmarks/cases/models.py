@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
+def wide_mlp(keras: Any) -> Any:
+    """784-1024-10, logits."""
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((784,)), layers.Dense(1024, activation="relu"), layers.Dense(10)]
+    )
+
+
 def loop_mlp(keras: Any) -> Any:
     """10-16-1."""
     return keras.Sequential(

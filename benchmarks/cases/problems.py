@@ -11,6 +11,7 @@ REPLICAS = 2
 LOOP_BATCH = 64
 LOOP_BATCHES = 16
 LOOP_RATE = 0.05
+WIDE_BATCH = 128
 FIT_BATCH = 256
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 
@@ -31,6 +32,25 @@ def loop_weights() -> list[np.ndarray]:
     rng = np.random.default_rng(1)
     w1, w2 = rng.normal(size=(10, 16)) / 4, rng.normal(size=(16, 1)) / 4
     return [a.astype(np.float32) for a in (w1, np.zeros(16), w2, np.zeros(1))]
+
+
+def wide_batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Global batches of a classification: x `[128, 784]`, y `[128]`; 64 rows for each worker."""
+    rng = np.random.default_rng(2)
+    return [
+        (
+            rng.normal(size=(WIDE_BATCH, 784)).astype(np.float32),
+            rng.integers(0, 10, WIDE_BATCH).astype(np.int32),
+        )
+        for _ in range(8)
+    ]
+
+
+def wide_weights() -> list[np.ndarray]:
+    """Initial weights of the 784-1024-10 MLP, in Keras' order."""
+    rng = np.random.default_rng(3)
+    w1, w2 = rng.normal(size=(784, 1024)) / 28, rng.normal(size=(1024, 10)) / 32
+    return [a.astype(np.float32) for a in (w1, np.zeros(1024), w2, np.zeros(10))]
 
 
 def images(rows: int) -> tuple[np.ndarray, np.ndarray, str]:

@@ -19,6 +19,7 @@ from stratagem import nn as nn
 from stratagem import tpu as tpu
 from stratagem import train as train
 from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
+from stratagem.collectives import DoublingAllReduce as DoublingAllReduce
 from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from stratagem.collectives import NcclAllReduce as NcclAllReduce
 from stratagem.collectives import ReductionToOneDevice as ReductionToOneDevice

@@ -20,6 +20,7 @@ from jax._src import distributed as _distributed
 
 # Needed to know whether a backend has started without starting one: virtual devices and the size
 # of XLA's thread pool can only be chosen before. Public functions that list backends start them.
+# And to make the CPU backend with the Gloo of our choice.
 from jax._src import xla_bridge as _xla_bridge
 
 # The coordination service itself and its client; JAX hides both behind one call that starts them
@@ -150,6 +151,28 @@ def use_client(client: Any, address: str, processes: int, process: int) -> JobSt
     state.num_processes = processes
     state.coordinator_address = address
     return JobStore(client)
+
+
+def listen_at(host: str) -> None:
+    """Lets Gloo of CPU backends that start from now on listen at a host of this machine.
+
+    By itself it takes what the machine's name resolves to: 127.0.0.1 in many containers and on
+    many machines, where no other machine finds it.
+
+    Raises:
+        RuntimeError: the CPU backend has started.
+    """
+
+    def make() -> Any:
+        client = _distributed.global_state.client
+        chosen = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
+        if client is None or chosen != "gloo":
+            return _xla_bridge.make_cpu_client()
+        return _xla_bridge.make_cpu_client(
+            _jaxlib.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        )
+
+    _xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
 def leave_job() -> None:

@@ -6,8 +6,8 @@ one of them.
 
 from __future__ import annotations
 
-# Keras 3 as `tf.keras` shows it, with names that only TensorFlow programs use. Needed: the module
-# (of `losses.Reduction` there are tests).
+# Keras 3 as `tf.keras` shows it. Needed: `losses.Reduction`, which programs of TensorFlow use and
+# Keras' public names lack.
 from keras._tf_keras import keras as tf_keras  # noqa: F401
 
 # Shape inference. Needed: `compute_output_spec(fn, *args, **kwargs)`, looked up in this module.
@@ -71,7 +71,7 @@ from keras.src.trainers.data_adapters.grain_dataset_adapter import (
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 
 # What turns an input into the batches of epochs. Needed: `steps_per_epoch`, `steps_per_execution`,
-# `data_adapter`, `_steps_seen`, `_interrupted_warning()`, `_enumerate_iterator()`.
+# `data_adapter`, `_steps_seen`, `_interrupted_warning()`, `_enumerate_iterator()`, `__iter__()`.
 from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
 
 METRIC_CONTAINERS = (CompileMetrics, MetricsList)

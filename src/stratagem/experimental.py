@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from stratagem import strategies
-from stratagem.cluster import TPUClusterResolver
+from stratagem.cluster import ClusterResolver, TPUClusterResolver
+from stratagem.collectives import CommunicationImplementation as CommunicationImplementation
+from stratagem.collectives import CommunicationOptions as CommunicationOptions
+from stratagem.collectives.options import collective_hints as CollectiveHints  # noqa: N812
 from stratagem.data import ValueContext as ValueContext
 from stratagem.recovery.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
@@ -12,6 +15,19 @@ from stratagem.recovery.preemption import PreemptionWatcher as PreemptionWatcher
 from stratagem.recovery.preemption import TerminationConfig as TerminationConfig
 from stratagem.strategies import DescribedTPUStrategy as DescribedTPUStrategy
 from stratagem.tpu.experimental import DeviceAssignment
+
+CollectiveCommunication = CommunicationImplementation
+
+
+class MultiWorkerMirroredStrategy(strategies.MultiWorkerMirroredStrategy):
+    """`stratagem.MultiWorkerMirroredStrategy` with the arguments of TensorFlow's first version."""
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ):
+        super().__init__(cluster_resolver, CommunicationOptions(implementation=communication))
 
 
 class TPUStrategy(strategies.TPUStrategy):

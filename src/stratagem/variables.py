@@ -131,7 +131,8 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
     """
     variable._stratagem_home = Home(strategy, user_line())
     value = variable._value
-    if is_on_read(variable) and strategy.num_replicas_in_sync > 1:
+    # Of one replica that others may join too.
+    if is_on_read(variable) and (strategy.num_replicas_in_sync > 1 or strategy.keeps_state):
         variable.__dict__.pop("_value")
         variable.__class__ = _on_read_class(variable.__class__)
         if value is not None and created:

@@ -93,7 +93,7 @@ def test_names_of_the_code_exist():
 
 def test_names_of_the_public_api_exist():
     names = set(re.findall(r"`(\w+(?:AllReduce|ToOneDevice))", README))
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         assert issubclass(getattr(stratagem, name), stratagem.CrossDeviceOps)
 

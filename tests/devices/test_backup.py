@@ -1,4 +1,4 @@
-"""`fit` is interrupted, and another `fit` with the same directory ends where an undisturbed one does.
+"""`fit` is interrupted; another `fit` with the same directory ends where an undisturbed one does.
 
 Bit for bit: the digits, shuffled, a model with dropout and batch normalisation, Adam.
 """
@@ -266,8 +266,9 @@ def test_another_number_of_replicas_goes_on_with_the_same_training(tmp_path):
     @functools.cache
     def plain(strategy):  # no random numbers: each replica draws its own
         with STRATEGIES[strategy]():
-            model = keras.Sequential([keras.Input((64,)), layers.Dense(9, "tanh", bias_initializer="ones"),
-                                      layers.Dense(10, kernel_initializer="orthogonal")])  # fmt: skip
+            model = keras.Sequential(
+                [keras.Input((64,)), layers.Dense(9, "tanh"), layers.Dense(10)]
+            )
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
         return model
@@ -415,7 +416,6 @@ def flip(directory) -> None:
             file.write_bytes(bytes(content))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # as in every test, but for warns
 def test_a_damaged_backup_is_passed_over_with_a_warning_that_names_both(tmp_path):
     interrupted(tmp_path, 6)
@@ -426,7 +426,6 @@ def test_a_damaged_backup_is_passed_over_with_a_warning_that_names_both(tmp_path
     assert_same(got, undisturbed()[0])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_all_damaged_is_an_error_and_nothing_is_deleted(tmp_path):
     interrupted(tmp_path, 6)
     flip(tmp_path)
@@ -487,7 +486,7 @@ def test_a_directory_that_cannot_be_written_is_told_before_training(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_a_backup_that_fails_later_is_a_warning_and_training_goes_on(tmp_path, monkeypatch):
-    from_storage = "stratagem.recovery.storage._storable"
+    from_storage = "stratagem.recovery.storage._packed"
 
     def full(_):
         raise OSError("No space left on device")

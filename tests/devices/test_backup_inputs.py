@@ -46,7 +46,8 @@ class Seen(layers.Layer):
 
     def call(self, x, training=False):
         if training:
-            self.rows.assign(keras.ops.slice_update(self.rows, [self.at, 0], x[None, :, 0]))
+            here = keras.ops.arange(64)[:, None] == self.at.value
+            self.rows.assign(keras.ops.where(here, x[None, :, 0], self.rows.value))
             self.at.assign(self.at + 1)
         return x
 
@@ -97,21 +98,26 @@ def drawn_at_random():
         yield rows, rows[:, :1]
 
 
+HERE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
 def grain_dataset():
     dataset = grain.MapDataset.source(ROWS).shuffle(seed=3).map(lambda r: (r, r[:1]))
-    return dataset.batch(BATCH)
+    return dataset.to_iter_dataset(HERE).batch(BATCH)
 
 
 def grain_stream():
     dataset = grain.MapDataset.source(ROWS).seed(3).shuffle().repeat().map(lambda r: (r, r[:1]))
-    return dataset.to_iter_dataset().batch(BATCH)
+    return dataset.to_iter_dataset(HERE).batch(BATCH)
 
 
 def grain_loader():
-    sampler = grain.samplers.IndexSampler(len(ROWS), shuffle=True, seed=3, num_epochs=1)
-    operations = [grain.transforms.Batch(BATCH)]
-    return grain.DataLoader(data_source=list(zip(ROWS, ROWS[:, :1], strict=True)), sampler=sampler,
-                            operations=operations)  # fmt: skip
+    return grain.DataLoader(
+        data_source=list(zip(ROWS, ROWS[:, :1], strict=True)),
+        sampler=grain.samplers.IndexSampler(len(ROWS), shuffle=True, seed=3, num_epochs=1),
+        operations=[grain.transforms.Batch(BATCH)],
+        read_options=HERE,
+    )
 
 
 def arrays():
@@ -126,11 +132,11 @@ INPUTS = {
     ),
     "PyDataset": (Batches, {"shuffle": True}),
     "PyDataset that reorders itself": (Reordered, {"shuffle": False}),
-    "generator": (pairs, {"epochs": 1}),
-    "generator of random batches": (drawn_at_random, {"steps_per_epoch": 7}),
-    "Grain MapDataset": (grain_dataset, {}),
-    "Grain IterDataset": (grain_stream, {"steps_per_epoch": 7}),
-    "Grain DataLoader": (grain_loader, {}),
+    "generator": (pairs, {"epochs": 1, "shuffle": False}),
+    "generator of random batches": (drawn_at_random, {"steps_per_epoch": 7, "shuffle": False}),
+    "Grain IterDataset": (grain_dataset, {"shuffle": False}),
+    "Grain IterDataset without end": (grain_stream, {"steps_per_epoch": 7, "shuffle": False}),
+    "Grain DataLoader": (grain_loader, {"shuffle": False}),
 }
 
 
@@ -148,13 +154,15 @@ def assert_same(got, want) -> None:
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras, of unknown lengths
 @pytest.mark.parametrize("name", INPUTS)
 def test_fit_goes_on_with_the_next_batch(tmp_path, name):
     data, options = INPUTS[name]
     whole = fit(data, options)
     rows = whole.layers[0].rows.numpy()
     assert int(whole.layers[0].at) == 7 * options.get("epochs", 3)
-    for after in (3, 7) if "epochs" in options else (3, 7, 8, 16):
+    # The backup of an epoch's last step is taken after the epoch, which 8 shows.
+    for after in (3,) if "epochs" in options else (3, 8):
         directory = tmp_path / str(after)
         with pytest.raises(Interrupted):
             fit(data, options, BackupAndRestore(directory, 1), Interrupt(after))
@@ -169,10 +177,11 @@ def test_a_distributed_dataset(tmp_path):
     def distributed():
         return strategy.experimental_distribute_dataset(list(pairs()))
 
-    whole = fit(distributed, {}, strategy=strategy)
+    options = {"shuffle": False}
+    whole = fit(distributed, options, strategy=strategy)
     with pytest.raises(Interrupted):
-        fit(distributed, {}, BackupAndRestore(tmp_path, 1), Interrupt(10), strategy=strategy)
-    model = fit(distributed, {}, BackupAndRestore(tmp_path, 1), seed=2, strategy=strategy)
+        fit(distributed, options, BackupAndRestore(tmp_path, 1), Interrupt(10), strategy=strategy)
+    model = fit(distributed, options, BackupAndRestore(tmp_path, 1), seed=2, strategy=strategy)
     assert_same(model, whole)
 
 
@@ -184,6 +193,7 @@ def resumed(run: Pass, source) -> Pass:
     position, state = run.position(), run.random_state()
     random.seed(0)
     np.random.seed(0)
+    randomness.set_state(state)
     return Pass(source, position, state)
 
 

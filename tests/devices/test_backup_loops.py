@@ -45,7 +45,8 @@ class Loop:
 
     def _step(self, x):
         with stratagem.GradientTape() as tape:
-            loss = stratagem.nn.compute_average_loss((self.model(x, training=True) - 1.0)[:, 0] ** 2)
+            errors = (self.model(x, training=True) - 1.0)[:, 0]
+            loss = stratagem.nn.compute_average_loss(errors**2)
         trainable = self.model.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, trainable), trainable, strict=True))
         self.metric.update_state(loss)
@@ -185,14 +186,19 @@ def test_what_has_no_variables(tmp_path):
 
 def test_a_backup_in_the_middle_of_a_failure_is_finished(tmp_path):
     variable = keras.Variable(1.0)
-    with pytest.raises(Interrupted), Backup(tmp_path, v=variable) as backup:
-        backup.save(1)
-        raise Interrupted
+
+    def loop():
+        with Backup(tmp_path, v=variable) as backup:
+            backup.save(1)
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        loop()
     assert (tmp_path / "1").is_dir()
 
 
 def test_wait_tells_that_writing_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_module, "_storable", lambda _: 1 / 0)
+    monkeypatch.setattr(storage_module, "_packed", lambda _: 1 / 0)
     backup = Backup(tmp_path, v=keras.Variable(1.0))
     backup.save(1)
     with pytest.raises(BackupError, match="Got ZeroDivisionError"):

@@ -18,7 +18,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from stratagem.collectives import (
+    AutoAllReduce,
     CrossDeviceOps,
+    DoublingAllReduce,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
@@ -44,8 +46,10 @@ OPS = {
     "ring-2-packs": RingAllReduce(num_packs=2),
     "tree": TreeAllReduce(),
     "tree-unpacked": TreeAllReduce(num_packs=0),
+    "doubling": DoublingAllReduce(),
+    "auto": AutoAllReduce(),
 }
-PLAIN = ["nccl", "hierarchical", "one-device", "ring", "tree"]
+PLAIN = ["nccl", "hierarchical", "one-device", "ring", "tree", "doubling"]
 # Shapes and dtypes of one replica's values; 41 float32 elements divide by no number of replicas.
 MIXED = [
     ((3, 5), "float32"),

@@ -135,7 +135,7 @@ def test_an_iterator_that_it_captured(two):
         return two.reduce("SUM", two.run(tf.reduce_sum, (next(iterator),)), axis=None)
 
     assert [float(step()) for _ in range(4)] == [1.0, 5.0, 9.0, 13.0]  # no batch is lost
-    with pytest.raises(StopIteration):
+    with pytest.raises(tf.errors.OutOfRangeError, match="Got its end, in .*step"):
         step()
 
 
@@ -213,19 +213,23 @@ class TestSameFunctions:
             return fn, key, later
 
         fn, key, _ = make()
-        assert key == identity(fn) or key != identity(fn)  # it has a key
+        assert key != identity(fn)
         assert identity(fn) == identity(fn)
 
     def test_captured_objects_stay_alive(self, two):
         """A new object may not get the id, and so the program, of one that is gone."""
         for number in range(6):
             captured = jnp.float32(number)
-            assert float(two.run(lambda x, c=captured: x + c, (tf.constant(0.0),)).values[0]) == number
+            assert (
+                float(two.run(lambda x, c=captured: x + c, (tf.constant(0.0),)).values[0]) == number
+            )
             del captured
 
     def test_models_train_in_steps_that_are_made_anew(self, two):
         with two.scope():
-            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+            model = keras.Sequential(
+                [keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")]
+            )
             optimizer = keras.optimizers.SGD(0.1)
 
         @tf.function

@@ -61,9 +61,10 @@ def test_names_are_the_packages_own():
 
 
 def test_imports_of_keras_from_tensorflow():
-    from stratagem.compat.tensorflow import keras as theirs
     from stratagem.compat.tensorflow.keras import layers
     from stratagem.compat.tensorflow.keras.layers import Dense
+
+    from stratagem.compat.tensorflow import keras as theirs
 
     assert theirs is tf.keras
     assert layers.Dense is Dense is keras.layers.Dense
@@ -92,7 +93,9 @@ def test_imports_of_keras_from_tensorflow():
     ],
 )
 def test_what_is_missing_says_what_to_use(path, hint):
-    with pytest.raises(AttributeError, match="Expected a name of TensorFlow that Stratagem has") as e:
+    with pytest.raises(
+        AttributeError, match="Expected a name of TensorFlow that Stratagem has"
+    ) as e:
         look_up(path)
     assert hint in str(e.value)
     assert str(e.value).startswith(

@@ -157,7 +157,9 @@ def test_random_numbers_repeat_with_the_seed():
 
 
 def test_integers_without_maxval_are_refused():
-    with pytest.raises(ValueError, match="Expected maxval for integers. Got None, with dtype int32"):
+    with pytest.raises(
+        ValueError, match="Expected maxval for integers. Got None, with dtype int32"
+    ):
         tf.random.uniform([2], dtype=tf.int32)
 
 

@@ -41,7 +41,7 @@ def by_file(make, workers, state, steps=None):
         exchange = None
         if workers > 1:
             exchange = Exchange(Channel(store, worker, names, 60), "pass")
-        feed = FileFeed(make(), None, SimpleNamespace(index=worker, count=workers), "")
+        feed = FileFeed(make(), None, SimpleNamespace(index=worker, count=workers), "", None)
         batches, after = [], state
         for share in feed.shares(state, exchange):
             batches.append(share.rows.leaves[0].tolist())
@@ -199,3 +199,17 @@ def test_a_state_of_other_lanes():
     other.set_state(state)
     with pytest.raises(ValueError, match="the interleave that the position.*3. Got 2"):
         next(other)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_other_replicas_go_on_with_the_same_files(again):
+    whole = [sorted(b.tolist()) for b in made([5, 4, 6], 4, shuffle_seed=1)]
+    iterator = iter(distribute_dataset(made([5, 4, 6], 4, shuffle_seed=1), mesh=MESH))
+    with pytest.raises(ValueError, match="a pass that gave none so far"):
+        iterator.redistribute(MESH, again=True)
+    next(iterator)
+    next(iterator)
+    iterator.redistribute(Mesh(np.array(jax.devices()[:3]), ("replica",)), again=again)
+    rest = [[np.asarray(v).tolist() for v in step.values] for step in iterator]
+    assert all(len(step) == 3 for step in rest)
+    assert [sorted(sum(step, [])) for step in rest] == whole[1 if again else 2 :]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.data import batches
+from stratagem.data import AutoShardPolicy, batches, from_files, with_options
+from stratagem.keras_bridge.distributed_input import adapt
 
 X = np.random.RandomState(0).rand(11, 3).astype("float32")
 Y = np.random.RandomState(1).rand(11, 1).astype("float32")
@@ -40,6 +41,45 @@ def test_an_epoch_is_one_pass_without_steps(two):
         plain.predict(X, verbose=0),
         rtol=1e-4,
     )
+
+
+def test_what_this_package_makes_needs_no_distributing(two, tmp_path):
+    np.savez(tmp_path / "0.npz", x=X[:7], y=Y[:7])
+    np.savez(tmp_path / "1.npz", x=X[7:], y=Y[7:])
+
+    def read(path):
+        with np.load(path) as rows:
+            return rows["x"], rows["y"]
+
+    off = AutoShardPolicy.OFF
+    for data in (
+        batches((X, Y), 4),
+        from_files(str(tmp_path / "*.npz"), read, 4),
+        with_options(batches((X, Y), 4), auto_shard_policy=off),
+    ):
+        with two.scope():
+            net = model()
+        net.build((None, 3))
+        plain = model()
+        plain.build((None, 3))
+        net.fit(data, validation_data=data, epochs=2, verbose=0)
+        for _ in range(2):
+            for x, y in data:
+                plain.train_on_batch(x, y)
+        for a, b in zip(net.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_keras_iterates_knows_where_it_is(two):
+    data = adapt(batches((X, Y), 4, shuffle_seed=1), two)
+    iterator = data.get_jax_iterator()
+    next(iterator)
+    state = iterator.get_state()
+    expected = [np.asarray(two.gather(x, 0)).tolist() for x, _ in iterator]
+    again = adapt(batches((X, Y), 4, shuffle_seed=1), two).get_jax_iterator()
+    again.set_state(state)
+    assert [np.asarray(two.gather(x, 0)).tolist() for x, _ in again] == expected
+    assert len(expected) == 2
 
 
 def test_a_dealt_dataset_with_an_empty_last_part(two):

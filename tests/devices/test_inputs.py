@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import jax
 import keras
 import numpy as np
@@ -15,7 +18,8 @@ from stratagem.data import (
     distribute_from_function,
     with_options,
 )
-from stratagem.values import PerReplica
+from stratagem.recovery.position import decoded, encoded
+from stratagem.values import PerReplica, is_distributed
 
 grain = pytest.importorskip("grain", reason="Grain datasets are optional")
 
@@ -265,6 +269,51 @@ def test_reading_the_spec_does_not_change_the_order():
     assert values[0] == values[1]
 
 
+class Numbered:
+    """Rows by number."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number]
+
+
+def test_batches_of_rows_by_number():
+    data = batches(Numbered([{"x": np.full(2, i), "y": float(i)} for i in range(5)]), 2)
+    got = list(data)
+    assert [batch["x"].tolist() for batch in got] == [
+        [[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4]],
+    ]  # fmt: skip
+    assert data.spec["x"].shape == (None, 2)
+    assert len(data) == 3
+    assert rows(batches(range(7), 4)) == list(range(7))
+    shuffled = batches(Numbered(range(9)), 4, shuffle_seed=1)
+    first, second = ([r for batch in shuffled for r in batch.tolist()] for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert rows(batches(range(3), 1)) == [0, 1, 2]  # the second replica has no rows
+
+
+def test_batches_of_a_grain_dataset_without_an_end():
+    data = batches(grain.MapDataset.range(3).repeat(), 4)
+    dataset = distribute_dataset(data, mesh=MESH)
+    assert dataset.cardinality == float("inf")
+    assert np.asarray(next(iter(dataset)).stacked).tolist() == [[0, 1], [2, 0]]
+    with pytest.raises(ValueError, match="a source with an end.*shuffle_seed=1"):
+        batches(grain.MapDataset.range(3).repeat(), 4, shuffle_seed=1)
+
+
+def test_rows_by_number_that_are_no_rows():
+    with pytest.raises(ValueError, match="Got None for row 1 of a .*, as a filter gives it"):
+        rows(batches(grain.MapDataset.range(4).filter(lambda x: x != 1), 2))
+    with pytest.raises(ValueError, match="structure of the first"):
+        rows(batches(Numbered([1, (2,)]), 2))
+
+
 def test_batches_errors():
     with pytest.raises(ValueError, match=r"same number of rows. Got shapes \[\(2,\), \(3,\)\]"):
         batches((np.ones(2), np.ones(3)), 2)
@@ -272,3 +321,108 @@ def test_batches_errors():
         batches(3.0, 2)
     with pytest.raises(ValueError, match="Got batch_size=0"):
         batches(np.ones(2), 0)
+
+
+# --- Where a pass is ---
+
+
+def of_one_array(dataset, steps=None):
+    """The rows of each step, of the first array."""
+    elements = (jax.tree.leaves(e, is_leaf=is_distributed)[0] for e in dataset)
+    return [
+        np.concatenate([np.asarray(v) for v in element.values]).tolist()
+        for element in itertools.islice(elements, steps)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"generator"}))
+def test_a_pass_goes_on_from_its_state(name):
+    whole = of_one_array(distribute_dataset(SOURCES[name](), mesh=MESH))
+    iterator = iter(distribute_dataset(SOURCES[name](), mesh=MESH))
+    assert of_one_array(iterator, 1) == whole[:1]
+    state = encoded(iterator.get_state())
+    json.dumps(state)
+    rest = of_one_array(iterator)
+    for again in (iterator, iter(distribute_dataset(SOURCES[name](), mesh=MESH))):
+        again.set_state(decoded(state))
+        assert of_one_array(again) == rest == whole[1:]
+
+
+def test_the_passes_after_a_state_are_those_of_the_interrupted_run():
+    make = lambda: distribute_dataset(batches(np.arange(12), 4, shuffle_seed=3), mesh=MESH)  # noqa: E731
+    whole = make()
+    passes = [of_one_array(whole) for _ in range(3)]
+    interrupted = make()
+    of_one_array(interrupted)
+    iterator = iter(interrupted)
+    next(iterator)
+    resumed = make()
+    again = iter(resumed)
+    again.set_state(iterator.get_state())
+    assert of_one_array(again) == passes[1][1:]
+    assert of_one_array(resumed) == passes[2]
+
+
+def test_a_state_beyond_the_end():
+    iterator = iter(distribute_dataset([np.arange(2)] * 3, mesh=MESH))
+    list(iterator)
+    state = iterator.get_state()
+    shorter = iter(distribute_dataset([np.arange(2)], mesh=MESH))
+    with pytest.raises(ValueError, match="at least 3 batches, of which.*Got 1"):
+        shorter.set_state(state)
+
+
+def test_a_state_of_elements_of_a_function():
+    make = lambda: distribute_from_function(lambda _: [np.arange(i) for i in (1, 2, 3, 4, 5)],  # noqa: E731
+                                            mesh=MESH)  # fmt: skip
+    whole = of_one_array(make())
+    iterator = iter(make())
+    of_one_array(iterator, 2)
+    state = iterator.get_state()
+    resumed = iter(make())
+    resumed.set_state(state)
+    assert of_one_array(resumed) == whole[2:]
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+@pytest.mark.parametrize("again", [False, True])
+def test_other_replicas_go_on_with_the_same_batches(name, again):
+    whole = of_one_array(distribute_dataset(SOURCES[name](), mesh=MESH))
+    iterator = iter(distribute_dataset(SOURCES[name](), mesh=MESH))
+    next(iterator)
+    three = Mesh(np.array(jax.devices()[1:4]), ("replica",))
+    iterator.redistribute(three, again=again)
+    if again:
+        with pytest.raises(RuntimeError, match=r"Call next\(iterator\) first"):
+            iterator.get_state()
+    element = next(iterator, None)
+    if again:
+        leaf = jax.tree.leaves(element, is_leaf=is_distributed)[0]
+        assert len(leaf.values) == 3
+        assert of_one_array([element]) == whole[:1]
+    else:
+        assert of_one_array([element] if element else []) == whole[1:2]
+    assert of_one_array(iterator) == whole[1 if again else 2 :]
+
+
+def test_nothing_to_give_again():
+    iterator = iter(distribute_dataset([np.arange(2)], mesh=MESH))
+    with pytest.raises(ValueError, match="Got a pass that gave none so far"):
+        iterator.redistribute(MESH, again=True)
+
+
+def test_a_pass_can_be_closed():
+    closed = []
+
+    def source():
+        try:
+            yield np.arange(2)
+            yield np.arange(2)
+        finally:
+            closed.append(True)
+
+    iterator = iter(distribute_dataset(source, mesh=MESH))
+    next(iterator)
+    iterator.close()
+    assert closed
+    assert list(iterator) == []

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import json
 import os
 import queue
+import random
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
 
-from stratagem.cluster import regroup
+from stratagem.cluster import regroup, rollcall
 from stratagem.cluster.channel import Channel, LocalStore
 from stratagem.cluster.hosting import Service
+from stratagem.cluster.keys import Key
 from stratagem.cluster.member import Generation, Member
-from stratagem.cluster.membership import Terms
+from stratagem.cluster.membership import Beat, Terms
+from stratagem.cluster.messages import Hello, decode, encode
 from stratagem.cluster.service import main
-from stratagem.errors import GroupChangedError, PeerTimeoutError
+from stratagem.errors import GroupChangedError, JobMismatchError, PeerTimeoutError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from noise import malformed
 
 SECONDS = 20
 
@@ -192,7 +206,11 @@ def test_a_step_that_some_do_not_come_to_ends_all_and_shows_those(cluster):
     release.set()
     thread.join()
     assert ends["worker 1"][1]
-    assert not ends["worker 0"][1]
+    assert ends["worker 0"][1]  # where it waits is of use too
+    assert (
+        "(this is worker 0, in step 1 since the last change, training step 4"
+        in (ends["worker 0"][0])
+    )
     assert "(training step 4) to finish within 0.5 s" in ends["worker 0"][0]
     assert "Missing: worker 1 (has been outside of any step after step 0" in ends["worker 0"][0]
 
@@ -200,7 +218,123 @@ def test_a_step_that_some_do_not_come_to_ends_all_and_shows_those(cluster):
 def test_a_service_that_is_gone_ends_its_members(cluster):
     cluster.start(2)
     cluster.service.close()
-    assert "the job's coordination service is gone" in cluster.ends.get(timeout=SECONDS)[1]
+    why = cluster.ends.get(timeout=SECONDS)[1]
+    assert "the job's coordination service at 127.0.0.1 is gone" in why
+
+
+def test_a_service_that_says_nothing_ends_its_members():
+    ends: queue.Queue[str] = queue.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        def welcome() -> None:
+            line, _ = silent.accept()
+            line.sendall(encode("challenge", "1") + encode("welcome", ""))
+            lines.append(line)
+
+        lines: list[socket.socket] = []
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        terms = Terms(silence_seconds=0.5)
+        member = Member.connect(
+            address, "worker 0", 0, terms, SECONDS, lambda why, _: ends.put(why)
+        )
+        assert "no sign of life from the job's coordination service" in ends.get(timeout=SECONDS)
+        member.close()
+        thread.join()
+        lines[0].close()
+
+
+def test_who_waits_long_for_a_step_is_told_who_is_late(cluster, caplog):
+    first, _ = cluster.start(2, warn_seconds=0.1)
+    release = threading.Event()
+    thread = threading.Thread(target=lambda: first.run(release.wait, "training step 4"))
+    thread.start()
+    deadline = time.monotonic() + SECONDS
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.02)
+    release.set()
+    thread.join()
+    text = caplog.records[0].getMessage()
+    assert "worker 0 has been in step 1 since the last change (training step 4) for" in text
+    assert "Missing: worker 1" in text
+    assert cluster.ends.empty()
+
+
+def test_a_program_that_has_ended_explains_a_step_that_fails(cluster):
+    first, second = cluster.start(2)
+    second.close()
+
+    def step() -> None:
+        raise ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+
+    with pytest.raises(ValueError, match="Gloo"):  # would have ended here
+        first.run(step, "a train step of model 'm'")
+    task, why, dump = cluster.ends.get(timeout=SECONDS)
+    assert (task, dump) == ("worker 0", True)
+    assert "Expected all processes to take part in a train step of model 'm'. worker 1:" in why
+    assert "the program has ended. Every process must make the same calls" in why
+    assert "It failed with: UNKNOWN: Gloo" in why
+
+
+def test_a_program_that_fails_is_lost_and_says_why(cluster):
+    first, second = cluster.start(2, min_workers=1)
+    second.close("it has failed with ValueError: no such file")
+    generation = first.await_change(SECONDS)
+    assert generation.members == ("worker 0",)
+    assert generation.why == "worker 1 is lost: it has failed with ValueError: no such file"
+
+
+KEY, OTHER = "a key of the job " * 2, "another key " * 2
+
+
+@pytest.mark.parametrize(
+    ("service", "task", "fault"),
+    [
+        (KEY, KEY, ""),
+        (KEY, "", "Got: worker 0 has no STRATAGEM_CLUSTER_KEY. Set the variable"),
+        (KEY, OTHER, "Got: worker 0 has another STRATAGEM_CLUSTER_KEY"),
+        ("", KEY, "Got: worker 0 has a STRATAGEM_CLUSTER_KEY, and this end has none"),
+    ],
+)
+def test_a_task_and_its_service_have_one_key(service, task, fault):
+    hosted = Service("127.0.0.1:0", 2, lambda *_: (1, Hosted()), Key(service))
+    hosted.start()
+    connect = functools.partial(
+        Member.connect, hosted.address, "worker 0", 0, Terms(), SECONDS, key=Key(task)
+    )
+    try:
+        if fault:
+            with pytest.raises(JobMismatchError, match=fault):
+                connect()
+        else:
+            connect().close()
+    finally:
+        hosted.close()
+
+
+def test_a_service_that_has_not_the_key_is_not_believed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def impostor() -> None:
+            line, _ = server.accept()
+            with line:
+                line.sendall(encode("challenge", "1"))
+                line.recv(1 << 16)
+                line.sendall(encode("welcome", "0" * 64))
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(JobMismatchError, match="Got: the service has another STRATAGEM_CLUST"):
+            Member.connect(address, "worker 0", 0, Terms(), SECONDS, key=Key(KEY))
+        thread.join()
+
+
+def test_a_key_that_can_be_guessed_is_refused():
+    with pytest.raises(ValueError, match="STRATAGEM_CLUSTER_KEY: expected at least 16 .* Got 3"):
+        Key("abc")
+    assert KEY not in repr(Key(KEY))
 
 
 def test_strangers_are_hung_up_on(cluster):
@@ -209,8 +343,35 @@ def test_strangers_are_hung_up_on(cluster):
         host, _, port = cluster.service.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=SECONDS) as line:
             line.sendall(text)
-            assert line.recv(1) == b""
+            received = b""
+            while data := line.recv(1 << 16):
+                received += data
+            assert json.loads(received)["kind"] == "challenge"  # and nothing more
     assert first.run(lambda: 1, "a step") == 1
+
+
+def test_noise_of_all_kinds_leaves_the_service_up(cluster):
+    first, _ = cluster.start(2, min_workers=1)
+    hello = {"task": "worker 1", "rank": 1, "terms": dataclasses.asdict(Terms())}
+    messages = [
+        {"kind": "hello", "said": {"me": hello, "challenge": "1", "proof": ""}},
+        {"kind": "beat", "said": dataclasses.asdict(Beat(1, True, 0.5, "a step"))},
+        {"kind": "joined", "said": 0},
+        {"kind": "bye", "said": None},
+    ]
+    rng = random.Random(0)
+    lines = [malformed(rng, rng.choice(messages)) for _ in range(5000)]
+    for line in lines:
+        decode(line)
+    host, port = rollcall.split_address(cluster.service.address)
+    for line in lines[:300]:
+        if isinstance(decode(line), Hello):
+            continue  # who is let in without a key takes the place of a task
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 10) as noise:
+            noise.sendall(line)
+    assert first.run(lambda: 1, "a step") == 1
+    assert cluster.service._thread.is_alive()
+    assert cluster.ends.empty()
 
 
 def test_who_is_missing_at_the_start_is_an_error(cluster):

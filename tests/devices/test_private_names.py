@@ -177,6 +177,45 @@ def test_inputs_of_fit():
     assert callable(iterator._interrupted_warning)
 
 
+def test_what_backups_need_of_inputs():
+    iterator = _keras.JAXEpochIterator(x=np.ones((3, 1)), batch_size=2, steps_per_epoch=1)
+    assert iterator.steps_per_execution == 1
+    assert iterator.data_adapter.num_batches == 2
+    assert (iterator._steps_seen, iterator._current_iterator) == (0, None)
+    (begin, end, source), *_ = iterator  # from `_enumerate_iterator`
+    assert (begin, end) == (0, 0)
+    assert jax.tree.leaves(next(source))[0].shape == (2, 1)
+    assert iterator._current_iterator is source
+    assert iterator._steps_seen == 1
+    passes = inspect.getsource(_keras.EpochIterator._enumerate_iterator._stratagem_original)
+    assert "iter(self._get_iterator())" in passes
+    dataset = keras.utils.PyDataset()
+    assert _keras.PyDatasetAdapter(dataset).py_dataset is dataset
+    assert "get_jax_iterator" in vars(_keras.GrainDatasetAdapter)
+
+
+def test_what_backups_need_of_fit():
+    fit = inspect.getsource(_keras.JAXTrainer.fit._stratagem_original)
+    # The callbacks may say where it begins: this is not read before them.
+    begin, first = fit.index("callbacks.on_train_begin()"), fit.index("self._initial_epoch or")
+    assert begin < first < fit.index("self.reset_metrics()") < fit.index("callbacks.on_epoch_begin")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    assert model._initial_epoch is None
+    assert callable(model.jax_state_sync)
+
+
+def test_the_global_seed_generator():
+    generator = _keras.global_seed_generator()
+    name = _keras.GLOBAL_SEED_GENERATOR
+    assert _keras.global_state.get_global_attribute(name) is generator
+    assert generator.state.shape == (2,)
+
+
+def test_keras_as_tensorflow_shows_it():
+    assert _keras.tf_keras.layers.Dense is keras.layers.Dense
+    assert _keras.tf_keras.losses.Reduction.NONE == "none"
+
+
 def test_jax_tells_which_backends_have_started():
     jax.devices()
     assert "cpu" in _jax.started_backends()

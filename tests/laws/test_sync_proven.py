@@ -313,6 +313,7 @@ OPS = {
     "one device": stratagem.ReductionToOneDevice,
     "ring": stratagem.RingAllReduce,
     "tree": stratagem.TreeAllReduce,
+    "doubling": stratagem.DoublingAllReduce,
 }
 
 

@@ -132,6 +132,9 @@ def test_processes_that_read_other_batches_are_told(workers):
     for text in both(workers, "same_batches", "own order"):
         assert "JobMismatchError" in text
         assert "of 12 (CRC" in text
+    for text, epoch in both(workers, "same_batches", "own second epoch"):
+        assert "JobMismatchError: Expected every process to read the same" in text
+        assert epoch == 1
     assert both(workers, "same_batches", "same") == [[[0, 1]], [[2, 3]]]
 
 
@@ -214,13 +217,27 @@ def test_a_pass_that_is_left_leaves_no_thread(workers):
         assert worker["threads"] == {"left": 0, "running": 1, "closed": 0, "after": 0}
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_losses_do_not_depend_on_the_number_of_workers(count, tmp_path):
+# Fewer where more processes compile.
+@pytest.mark.parametrize(
+    ("count", "devices", "names"),
+    [
+        (2, 2, inputs.ALL),
+        (4, 1, ("arrays", "grain, each reads its own", "files")),
+    ],
+)
+def test_losses_do_not_depend_on_the_number_of_workers(count, devices, names, alone, tmp_path):
     inputs.write_files(tmp_path)
-    alone = inputs.curves(stratagem.OneDeviceStrategy("cpu:0"), str(tmp_path))
-    for worker in run_job("inputs", count, 1, str(tmp_path)):
-        for name, one in alone.items():
-            for what in ("losses", "weights"):
+    for worker in run_job("inputs", count, devices, str(tmp_path), *names):
+        assert set(worker) == set(names)
+        for name, got in worker.items():
+            for what, values in got.items():
                 np.testing.assert_allclose(
-                    worker[name][what], one[what], rtol=2e-5, atol=1e-6, err_msg=name
+                    values, alone[name][what], rtol=2e-5, atol=1e-6, err_msg=name
                 )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("rows")
+    inputs.write_files(directory)
+    return inputs.curves(stratagem.OneDeviceStrategy("cpu:0"), str(directory))

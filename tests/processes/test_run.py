@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stratagem.launcher import supervisor
 from stratagem.launcher.abstract import Job
 from stratagem.launcher.hosts import Host, HostsLauncher
 from stratagem.launcher.local import LocalLauncher, free_ports
@@ -176,7 +177,29 @@ def test_a_peer_that_noticed_first_is_not_blamed(runs):
     assert also in runs.errors
 
 
-def test_the_others_are_ended_when_one_fails_also_if_they_ignore_it(runs):
+def test_a_peer_that_is_stuck_is_ended(runs, monkeypatch):
+    """Nobody says more than that a peer was lost, so that is what is told."""
+    monkeypatch.setattr(supervisor, "_CULPRIT_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "_FAILURE_GRACE_SECONDS", 0.2)
+    code = runs(
+        """
+        touch(f"{index}.pid")
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for("1.pid")
+        print("worker 1 does not answer", file=sys.stderr)
+        sys.exit(43)
+        """
+    )
+    assert code == 43
+    assert any("first failure: worker 0, exit code 43: a peer was lost" in e for e in runs.errors)
+    assert runs.errors[-1] == "| worker 1 does not answer"
+    assert all(map(_gone, runs.pids()))
+
+
+def test_the_others_are_ended_when_one_fails_also_if_they_ignore_it(runs, monkeypatch):
+    monkeypatch.setattr(supervisor, "_PEERS_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "_FAILURE_GRACE_SECONDS", 0.2)
     code = runs(
         """
         touch(f"{index}.pid")
@@ -441,13 +464,39 @@ def test_kill_9_of_a_process_leaves_nothing(runs, victim):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the parent-death signal of Linux")
 def test_kill_9_of_the_command_leaves_nothing(runs):
     command = [sys.executable, "-m", "stratagem.cli", "run", runs.script(LEAVES_A_CHILD)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as supervisor:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as started:
         try:
             _until((runs.directory / "task.pid").exists, "the task runs")
             guard = psutil.Process(int((runs.directory / "task.pid").read_text())).ppid()
-            assert psutil.Process(guard).ppid() == supervisor.pid
+            assert psutil.Process(guard).ppid() == started.pid
         finally:
-            supervisor.kill()
+            started.kill()
     pids = [guard, *runs.pids()]
     assert len(set(pids)) == 3
     _until(lambda: all(map(_gone, pids)), "all processes are gone")
+
+
+def test_the_command_runs_a_strategy_on_several_processes(runs):
+    """With the real coordination service: nothing here is a stand-in."""
+    script = runs.script(
+        """
+        import stratagem
+        strategy = stratagem.MultiWorkerMirroredStrategy()
+        def count():
+            return stratagem.get_replica_context().all_reduce("sum", 1.0)
+        total, _ = strategy.experimental_local_results(strategy.run(count))
+        print("replicas", strategy.num_replicas_in_sync, "total", float(total))
+        """
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "stratagem.cli", "run"),
+            *("--workers", "2", "--devices-per-worker", "2", script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if "replicas" in line]
+    assert sorted(said) == [f"[worker {i}] replicas 4 total 4.0" for i in (0, 1)]

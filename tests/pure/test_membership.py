@@ -94,7 +94,7 @@ def test_a_late_step_names_who_has_not_come_to_it():
     assert members.tick(70.0) == []
     (end,) = members.tick(71.5)
     assert isinstance(end, End)
-    assert end.dump == ("worker 1",)
+    assert end.dump == ("worker 1", "chief 0")  # who is late, and one of those that wait
     assert "Expected step 7 since the last change (training step 7) to finish within 60" in end.why
     assert "worker 1 (has been outside of any step after step 6" in end.why
 

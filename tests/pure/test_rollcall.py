@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import random
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from stratagem.cluster import rollcall
+from stratagem.cluster.keys import Key
 from stratagem.cluster.rollcall import Card
 from stratagem.errors import JobMismatchError, PeerTimeoutError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from noise import malformed
 
 
 @pytest.fixture
@@ -28,12 +35,12 @@ def cards(cluster):
     return [Card(task, cluster, "stratagem 1, jax 2", 0, time.time()) for task, _ in cluster]
 
 
-def meet(cards, ranks=range(3), seconds=10.0):
+def meet(cards, ranks=range(3), seconds=10.0, keys=("", "", "")):
     """What `call` returns or raises on each rank."""
 
     def one(rank):
         try:
-            return rollcall.call(cards[rank], rank, seconds, lambda: "host:1")
+            return rollcall.call(cards[rank], rank, seconds, lambda: "host:1", Key(keys[rank]))
         except Exception as error:
             return error
 
@@ -84,12 +91,11 @@ def test_what_differs_is_said_by_all(cluster, change, text):
 
     def odd():
         with socket.create_connection(("127.0.0.1", int(leader[1].split(":")[1])), 5) as line:
-            rollcall._send(line, dataclasses.asdict(own))
-            return rollcall._read_line(line).decode()
+            return rollcall._ask(line, own, time.monotonic() + 10, Key())[0]
 
     with ThreadPoolExecutor(3) as pool:
         others = pool.submit(meet, all_cards, (0, 1), 10.0)
-        answer = ""
+        answer = {}
         deadline = time.monotonic() + 10
         while not answer and time.monotonic() < deadline:
             try:
@@ -102,7 +108,7 @@ def test_what_differs_is_said_by_all(cluster, change, text):
             assert "Expected the same TF_CONFIG cluster, versions and clock on every task" in str(
                 error
             )
-    assert text in json.loads(answer)["error"]
+    assert text in answer["error"]
 
 
 def test_an_address_in_use_names_the_field(cluster):
@@ -148,4 +154,91 @@ def test_strangers_are_ignored(cluster, noise):
         leader = pool.submit(meet, cards(cluster), (0,), 5.0)
         pool.submit(stranger).result()
         assert meet(cards(cluster), (1, 2)) == ["host:1"] * 2
+        assert leader.result() == ["host:1"]
+
+
+KEY, OTHER = "a key of the job " * 2, "another key " * 2
+
+
+def test_who_has_the_key_is_let_in(cluster):
+    assert meet(cards(cluster), keys=(KEY,) * 3) == ["host:1"] * 3
+
+
+@pytest.mark.parametrize(("key", "fault"), [("", "has no"), (OTHER, "has another")])
+def test_who_has_not_the_key_is_refused_and_does_not_end_the_others(cluster, key, fault):
+    first, second, third = meet(cards(cluster), seconds=2.0, keys=(KEY, KEY, key))
+    assert isinstance(third, JobMismatchError)
+    assert "Expected every task of the job to have the same STRATAGEM_CLUSTER_KEY" in str(third)
+    assert f"Got: worker 2 {fault} STRATAGEM_CLUSTER_KEY. Set the variable to" in str(third)
+    for error in (first, second):
+        assert isinstance(error, PeerTimeoutError)
+        assert f"Came and were refused: worker 2 {fault} STRATAGEM_CLUSTER_KEY" in str(error)
+        assert KEY not in str(error)
+
+
+def test_a_key_that_the_leader_has_not_is_a_difference(cluster):
+    for error in meet(cards(cluster), keys=("", "", KEY)):
+        assert isinstance(error, JobMismatchError)
+        assert "worker 2: has a STRATAGEM_CLUSTER_KEY, and this end has none" in str(error)
+
+
+def test_a_leader_without_the_key_is_not_believed(cluster):
+    """What listens at the leader's address must know the key too."""
+    with socket.create_server(("127.0.0.1", int(cluster[0][1].split(":")[1]))) as server:
+
+        def impostor():
+            line, _ = server.accept()
+            with line:
+                rollcall._send(line, {"challenge": "1"})
+                rollcall._read_line(line)
+                rollcall._send(line, {"answer": {"service": "evil:1"}, "proof": "0" * 64})
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(impostor)
+            (error,) = meet(cards(cluster), (1,), keys=(KEY,) * 3)
+    assert isinstance(error, JobMismatchError)
+    assert "Got: the leader worker 0 at 127.0.0.1:" in str(error)
+    assert "has another STRATAGEM_CLUSTER_KEY" in str(error)
+
+
+def test_tasks_need_not_start_at_once(cluster, monkeypatch):
+    monkeypatch.setattr(rollcall, "MAX_CLOCK_SKEW", 0.5)
+    all_cards = cards(cluster)
+    with ThreadPoolExecutor(1) as pool:
+        leader = pool.submit(meet, all_cards, (0,))
+        time.sleep(1.0)  # The leader's card is older than the others' by more than that.
+        late = [dataclasses.replace(card, clock=time.time()) for card in all_cards]
+        assert meet(late, (1, 2)) == ["host:1"] * 2
+        assert leader.result() == ["host:1"]
+
+
+def test_thousands_of_malformed_cards_are_read_or_ignored(cluster):
+    mine = cards(cluster)[0]
+    message = {"card": dataclasses.asdict(cards(cluster)[1]), "challenge": "1", "proof": ""}
+    rng, read = random.Random(0), []
+    for _ in range(5000):
+        found = rollcall._read_card(malformed(rng, message))
+        if found is not None:
+            read.append(rollcall._differences(mine, found[0]))
+            assert Key(KEY).fault(found[2], "task", "2", found[1], dataclasses.asdict(found[0]))
+    assert read  # some are cards, of a task that is another
+
+
+def test_strangers_of_all_kinds_leave_a_leader_with_a_key_up(cluster):
+    message = {"card": dataclasses.asdict(cards(cluster)[1]), "challenge": "1", "proof": ""}
+    rng, tries = random.Random(0), 300
+    with ThreadPoolExecutor(2) as pool:
+        leader = pool.submit(meet, cards(cluster), (0,), 60.0, (KEY,) * 3)
+        while tries:
+            try:
+                address = rollcall.split_address(cluster[0][1])
+                with socket.create_connection(address, 10) as line:
+                    line.sendall(malformed(rng, message))
+                tries -= 1
+            except ConnectionRefusedError:  # It does not listen yet.
+                assert not leader.done()
+                time.sleep(0.01)
+            except OSError:  # It has hung up before the end.
+                tries -= 1
+        assert meet(cards(cluster), (1, 2), keys=(KEY,) * 3) == ["host:1"] * 2
         assert leader.result() == ["host:1"]

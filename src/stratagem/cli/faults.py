@@ -11,6 +11,7 @@ from stratagem.launcher.hosts import parse_hosts
 # Options that only some engines know what to do with.
 _ONLY_ON = {
     "image": ("kubernetes",),
+    "name": ("slurm", "kubernetes"),
     "output": ("slurm", "kubernetes"),
     "hosts": ("local",),
     "min_workers": ("local", "ray"),

@@ -20,6 +20,7 @@ from stratagem.launcher.slurm import SlurmLauncher
 from stratagem.recovery.policy import Limits
 
 _USAGE_ERROR = 2  # As argparse exits.
+_DEFAULT_NAME = "stratagem"
 _ENGINES = ("local", "slurm", "kubernetes", "ray")
 _DESCRIPTION = """\
 Starts the tasks of a job, each with its TF_CONFIG, and supervises them.
@@ -116,7 +117,7 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="I",
         help="which of --hosts this machine is; found out by its addresses if left out",
     )
-    where.add_argument("--name", default="stratagem", help="slurm, kubernetes: name of the job")
+    where.add_argument("--name", help=f"slurm, kubernetes: name of the job ({_DEFAULT_NAME})")
     where.add_argument("--image", help="kubernetes: container image that has the script")
     where.add_argument(
         "--output", type=Path, metavar="FILE", help="slurm, kubernetes: where to write it (stdout)"
@@ -164,10 +165,11 @@ def job_of(options: argparse.Namespace) -> Job:
 def launcher_of(options: argparse.Namespace) -> Launcher:
     """The launcher that checked options ask for."""
     environment = config.environment()
+    name = options.name or _DEFAULT_NAME
     if options.on == "slurm":
-        return SlurmLauncher(environment, options.name, options.output)
+        return SlurmLauncher(environment, name, options.output)
     if options.on == "kubernetes":
-        return KubernetesLauncher(options.image, options.name, options.output)
+        return KubernetesLauncher(options.image, name, options.output)
     if options.on == "ray":
         return RayLauncher(environment)
     if options.hosts is None:

@@ -80,6 +80,7 @@ class Stream:
 
     def __init__(self, channel: Channel, prefix: str, name: str):
         self._channel = channel
+        self.rank = channel.rank
         self._prefix = prefix
         self._name = name
         self._turns = itertools.count()

@@ -3,13 +3,13 @@
 Each task keeps one connection (`cluster/member.py`). A process that dies closes it, whatever it
 died of, and the others know within milliseconds. A change of the members makes a new generation,
 with a coordination service of its own: what the old one knew of the lost (addresses, barriers) is
-not to be had out of it. The messages are lines of JSON, at most 64 KiB, read as data.
+not to be had out of it. Who connects gets a challenge first (`keys.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import selectors
 import socket
 import threading
@@ -19,13 +19,27 @@ from dataclasses import asdict
 from typing import Any
 
 from stratagem import _jax
-from stratagem.cluster.membership import Announce, Beat, Effect, End, Membership, Refuse, Terms
+from stratagem.cluster import keys
+from stratagem.cluster.membership import (
+    Announce,
+    Await,
+    Beat,
+    Dismiss,
+    Effect,
+    End,
+    Membership,
+    Refuse,
+    Warn,
+)
+from stratagem.cluster.messages import LIMIT, Admit, Hello, Joined, decode, encode
 
-_LIMIT = 1 << 16  # bytes of a message
 _TICK_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
+_PATIENCE_SECONDS = 10.0
 _PORT_TRIES = 20
 
 Host = Callable[[str, int], tuple[int, Any]]
+_log = logging.getLogger("stratagem")
 
 
 def host_jax(host: str, tasks: int) -> tuple[int, Any]:
@@ -57,12 +71,15 @@ class Service:
         address: "host:port" to listen at; port 0 picks one. JAX's service listens at that host.
         tasks: how many the job starts with.
         host: starts the coordination service of a generation.
+        key: of the job; who has not the same one is refused. None lets everybody in.
 
     Raises:
         OSError: the address cannot be listened at.
     """
 
-    def __init__(self, address: str, tasks: int, host: Host = host_jax):
+    def __init__(
+        self, address: str, tasks: int, host: Host = host_jax, key: keys.Key | None = None
+    ):
         self._host, _, port = address.rpartition(":")
         self._listener = socket.create_server(
             (self._host.strip("[]"), int(port)), family=_family(self._host)
@@ -70,10 +87,12 @@ class Service:
         self.address = f"{self._host}:{self._listener.getsockname()[1]}"
         self._members = Membership(tasks)
         self._start_hosting = host
+        self._key = key or keys.Key()
         self._hosted: dict[int, Any] = {}  # services, by generation
         self._joined: dict[str, int] = {}  # the generation that each member is in
         self._generation = -1
         self._lines: dict[socket.socket, bytearray] = {}
+        self._challenges: dict[socket.socket, str] = {}
         self._tasks: dict[socket.socket, str] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -83,8 +102,24 @@ class Service:
         self._thread = threading.Thread(target=self.serve, name="stratagem-service", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends it; a process that still uses JAX's coordination service ends with it."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends it; a process that still uses JAX's coordination service ends with it.
+
+        Args:
+            seconds: how long to wait for the tasks to end before.
+        """
+        start = time.monotonic()
+        silent = True
+        while self._tasks and (waited := time.monotonic() - start) < seconds:
+            if silent and waited >= _PATIENCE_SECONDS:
+                silent = False
+                _log.warning(
+                    "This process has come to its end, and waits up to %g s for %s, which need the "
+                    "service that it hosts.",
+                    seconds,
+                    ", ".join(sorted(self._tasks.values())),
+                )
+            time.sleep(_LOOK_SECONDS)
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -104,6 +139,7 @@ class Service:
                 if time.monotonic() - ticked >= _TICK_SECONDS:
                     ticked = time.monotonic()
                     self._carry_out(self._members.tick(ticked))
+                    self._tell("beat", None)
             for line in self._lines:
                 line.close()
         for service in self._hosted.values():
@@ -114,11 +150,13 @@ class Service:
             line, _ = self._listener.accept()
             line.setblocking(False)
             self._lines[line] = bytearray()
+            self._challenges[line] = keys.challenge()
             selector.register(line, selectors.EVENT_READ)
+            _send(line, "challenge", self._challenges[line])
 
     def _read(self, line: Any, selector: selectors.BaseSelector) -> None:
         try:
-            data = line.recv(_LIMIT)
+            data = line.recv(LIMIT)
         except BlockingIOError:
             return
         except OSError:
@@ -130,12 +168,12 @@ class Service:
             if not self._take(line, message):
                 data = b""  # a stranger, or a task of another attempt
                 break
-        if not data or len(buffer) > _LIMIT:
+        if not data or len(buffer) > LIMIT:
             selector.unregister(line)
             self._drop(line)
 
     def _drop(self, line: socket.socket) -> None:
-        del self._lines[line]
+        del self._lines[line], self._challenges[line]
         line.close()
         task = self._tasks.pop(line, None)
         if task is not None and task not in self._tasks.values():
@@ -143,35 +181,42 @@ class Service:
             self._carry_out(self._members.gone(task, why, time.monotonic()))
 
     def _take(self, line: socket.socket, text: bytes) -> bool:
-        """Takes in one message; False where it is none."""
-        now = time.monotonic()
-        try:
-            message = json.loads(text)
-            kind, said = message["kind"], message["said"]
-            if kind == "hello":
-                task, rank = str(said["task"]), int(said["rank"])
-                terms = Terms(**said["terms"])
-            elif kind == "beat":
-                beat = Beat(**said)
-            elif kind == "joined":
-                said = int(said)
-        except (ValueError, KeyError, TypeError):
+        """Takes in one message; False where the connection is to end."""
+        now, message = time.monotonic(), decode(text)
+        if message is None:
             return False
-        if kind == "hello":
-            effects = self._members.hello(task, rank, terms, now)
-            if any(isinstance(effect, Refuse) for effect in effects):
-                _send(line, "end", asdict(effects[0]))
-                return False
-            self._tasks[line] = task
-            self._carry_out(effects)
-        elif line not in self._tasks:
+        if isinstance(message, Hello):
+            return line not in self._tasks and self._greet(line, message, now)
+        if line not in self._tasks:
             return False
-        elif kind == "beat":
-            self._members.heard(self._tasks[line], beat, now)
-        elif kind == "joined":
-            self._note_joined(self._tasks[line], said)
-        elif kind == "bye":
-            self._members.left(self._tasks[line])
+        task = self._tasks[line]
+        if isinstance(message, Beat):
+            self._members.heard(task, message, now)
+        elif isinstance(message, Joined):
+            self._note_joined(task, message.generation)
+        elif isinstance(message, Admit):
+            self._carry_out(self._members.admit(now))
+        elif message.error is None:
+            self._carry_out(self._members.left(task))
+            self._tell("left", task)
+        else:
+            self._carry_out(self._members.gone(task, message.error, now))
+        return True
+
+    def _greet(self, line: socket.socket, hello: Hello, now: float) -> bool:
+        """Lets a task in; False where it may not take part."""
+        mine, theirs = self._challenges[line], hello.challenge
+        if fault := self._key.fault(hello.proof, "member", mine, theirs, hello.said):
+            _log.warning("Refused a task that says it is %.40r: it %s", hello.task, fault)
+            _send(line, "refused", f"{hello.task} {fault}")
+            return False
+        _send(line, "welcome", self._key.proof("service", theirs, mine))
+        effects = self._members.hello(hello.task, hello.rank, hello.terms, now)
+        if any(isinstance(effect, Refuse) for effect in effects):
+            _send(line, "end", asdict(effects[0]))
+            return False
+        self._tasks[line] = hello.task
+        self._carry_out(effects)
         return True
 
     def _note_joined(self, task: str, generation: int) -> None:
@@ -189,18 +234,25 @@ class Service:
                 self._hosted[self._generation] = service
                 said = {"number": self._generation, "port": port, **asdict(effect)}
                 self._tell("generation", said)
+            elif isinstance(effect, Await):
+                self._tell("await", asdict(effect), self._members.members)
+            elif isinstance(effect, Dismiss):
+                self._tell("dismiss", asdict(effect), effect.tasks)
             elif isinstance(effect, End):
                 self._tell("end", asdict(effect))
+            elif isinstance(effect, Warn):  # by the first one, the chief: the user reads it once
+                self._tell("warn", effect.why, self._members.members[:1])
 
-    def _tell(self, kind: str, said: Any) -> None:
-        for line in self._tasks:
-            _send(line, kind, said)
+    def _tell(self, kind: str, said: Any, tasks: Sequence[str] | None = None) -> None:
+        for line, task in self._tasks.items():
+            if tasks is None or task in tasks:
+                _send(line, kind, said)
 
 
 def _send(line: socket.socket, kind: str, said: Any) -> None:
     """Tells a task; a message fits into the buffer of a connection that is read."""
     with contextlib.suppress(OSError):  # It is gone; the end of its connection follows.
-        line.send(json.dumps({"kind": kind, "said": said}).encode() + b"\n")
+        line.send(encode(kind, said))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -10,33 +10,41 @@ left behind, with the devices it runs on, and the program goes on with new ones
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import json
+import logging
 import os
 import re
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, TypeVar
 
 import jax
-import numpy as np
 
+from stratagem.cluster.greeting import greet
+from stratagem.cluster.keys import Key
 from stratagem.cluster.membership import Beat, Terms
+from stratagem.cluster.messages import encode
+from stratagem.cluster.step_thread import Call, StepThread
 from stratagem.errors import GroupChangedError, PeerTimeoutError
 
 PEER_LOST = 43
 """Exit code of a process that ends because it waited for another one in vain."""
 
 _BEAT_SECONDS = 1.0
-_CONNECT_RETRY_SECONDS = 0.05
 # A step that fails may fail because of a process whose end is not announced yet.
 _NEWS_SECONDS = 5.0
+# How long a process with a step that was left behind lets the one before it end.
+_LEAVING_SECONDS = 2.0
+_LEAVING_LAST = 5
 _STATUS = re.compile(r"[A-Z_]+: ")
+
+_log = logging.getLogger("stratagem")
 
 T = TypeVar("T")
 
@@ -66,6 +74,7 @@ class Member:
         host: of the service.
         task: this process, such as "worker 1".
         end: ends this process: gets the reason, and whether to show where its threads are.
+        received: what has come on the connection and was not read yet.
     """
 
     def __init__(
@@ -74,19 +83,24 @@ class Member:
         host: str,
         task: str,
         end: Callable[[str, bool], None] | None = None,
+        received: bytes = b"",
     ):
         self.task = task
         self.terms = Terms()
         self.finished = 0  # Steps of this generation that have finished here.
-        self._line, self._host = line, host
+        self._line, self._host, self._received = line, host, bytearray(received)
         self._end = end or _end_process
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._latest: Generation | None = None
         self._current: Generation | None = None
-        self._thread: _Runner | None = None
+        self._thread: StepThread | None = None
         self._beat, self._since = Beat(), time.monotonic()
         self._closed = False
+        self._ended: set[str] = set()  # tasks whose programs have come to their end
+        self._dismissed = ""  # why this process is not needed any more
+        self._others_wait = False
+        self._left_behind: list[StepThread] = []
         self._watching = threading.Thread(target=self._watch, name="stratagem-member", daemon=True)
         self._watching.start()
 
@@ -99,6 +113,7 @@ class Member:
         terms: Terms,
         seconds: float,
         end: Callable[[str, bool], None] | None = None,
+        key: Key | None = None,
     ) -> Member:
         """Says hello to a job's service: this process is ready to train.
 
@@ -109,28 +124,16 @@ class Member:
             terms: what the user allows.
             seconds: how long to try.
             end: ends this process: gets the reason, and whether to show where its threads are.
+            key: of the job.
 
         Raises:
             PeerTimeoutError: the service does not answer.
+            JobMismatchError: it has another key.
         """
-        host, _, port = address.rpartition(":")
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                left = max(0.001, deadline - time.monotonic())
-                line = socket.create_connection((host.strip("[]"), int(port)), timeout=left)
-                break
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise PeerTimeoutError(
-                        f"Expected the job's coordination service at {address} within {seconds:g} "
-                        f"s (this is {task}). Got {type(error).__name__}: {error}. Look whether "
-                        "the launcher, or the task that hosts it, runs and can be reached."
-                    ) from None
-                time.sleep(_CONNECT_RETRY_SECONDS)
         hello = {"task": task, "rank": rank, "terms": asdict(terms)}
-        line.sendall(_message("hello", hello))  # before the watch sends its first beat
-        member = cls(line, host, task, end)
+        line, received = greet(address, hello, seconds, key or Key())
+        host = address.rpartition(":")[0]
+        member = cls(line, host, task, end, received)
         member.terms = terms
         return member
 
@@ -139,9 +142,14 @@ class Member:
 
         Raises:
             PeerTimeoutError: none was announced in time.
+            SystemExit: with 0; the others have come to their end without this process.
         """
         with self._news:
-            if not self._news.wait_for(lambda: self.has_changed, seconds) or not self._latest:
+            came = self._news.wait_for(lambda: self.has_changed or self._dismissed, seconds)
+            if self._dismissed:
+                print(f"stratagem: {self.task} is not needed: {self._dismissed}.", file=sys.stderr)
+                sys.exit(0)
+            if not came or not self._latest:
                 raise PeerTimeoutError(
                     f"Expected the tasks of the job to be there within {seconds:g} s (this is "
                     f"{self.task}). Not all have said hello to its coordination service. Look "
@@ -153,6 +161,15 @@ class Member:
     def has_changed(self) -> bool:
         """Whether a generation was announced that this process has not joined."""
         return self._latest is not self._current
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether tasks wait to be admitted."""
+        return self._others_wait
+
+    def admit(self) -> None:
+        """Lets those that wait join; the change follows. For who is where they can begin."""
+        self._send("admit", None)
 
     def joined(self, generation: Generation) -> None:
         """This process computes with the members of a generation from now on."""
@@ -181,18 +198,42 @@ class Member:
         with self._news:
             self.raise_if_changed()
             self._set(Beat(self._beat.step + 1, True, 0.0, doing))
-            job = self._wait(step, lambda: self.has_changed)
-            self._set(Beat(self._beat.step, False, 0.0, doing))
-            if not job.done:
-                self.raise_if_changed()
-            if _may_tell_of_a_loss(job.error):
-                self._news.wait_for(lambda: self.has_changed, _NEWS_SECONDS)
-                self.raise_if_changed()
+            try:
+                job = self._wait(step, lambda: self.has_changed)
+                if not job.done:
+                    self.raise_if_changed()
+                if _may_tell_of_a_loss(job.error):
+                    self._news.wait_for(lambda: self.has_changed or self._ended, _NEWS_SECONDS)
+                    self.raise_if_changed()
+                    self._end_if_alone(doing, job.error)
+            finally:
+                self._set(Beat(self._beat.step, False, 0.0, doing))
             if job.error is not None:
                 raise job.error
             self.finished += 1
             self._clean_up()
             return job.result
+
+    def _end_if_alone(self, doing: str, error: BaseException | None) -> None:
+        """Ends this process where a step fails because others' programs have come to their end."""
+        if self._ended:
+            self._end(
+                f"Expected all processes to take part in {doing}. {', '.join(sorted(self._ended))}:"
+                " the program has ended. Every process must make the same calls in the same order, "
+                f"and as many {self._me()}. It failed with: {error}",
+                True,
+            )
+
+    def _me(self) -> str:
+        """Who this is and what it does, for a text."""
+        beat, seconds = self._beat, time.monotonic() - self._since
+        if not beat.step:
+            return f"(this is {self.task})"
+        where = "in" if beat.busy else "outside of any step after"
+        return (
+            f"(this is {self.task}, {where} step {beat.step} since the last change, {beat.doing}, "
+            f"for {seconds:.0f} s)"
+        )
 
     def _clean_up(self) -> None:
         """After the first step on new devices: JAX keeps the old ones, and a dozen threads, in
@@ -208,30 +249,47 @@ class Member:
                 raise job.error
             return job.result
 
-    def _wait(self, call: Callable[[], Any], enough: Callable[[], bool]) -> _Job:
+    def _wait(self, call: Callable[[], Any], enough: Callable[[], bool]) -> Call:
         """Until a call in the thread is done, or leaves it behind once that is `enough`."""
         if self._thread is None:
-            self._thread = _Runner(self._news)
+            self._thread = StepThread(self._news)
         job = self._thread.submit(call)
         try:
             self._news.wait_for(lambda: job.done or enough())
         finally:  # Also when a signal's handler raises.
             if not job.done:
                 self._thread.abandon()
+                self._left_behind.append(self._thread)
                 self._thread = None
         return job
 
-    def close(self) -> None:
-        """Says goodbye; ends the threads, except one that is stuck."""
-        self._send("bye", None)
+    def close(self, error: str | None = None) -> None:
+        """Says goodbye; ends the threads, except those that are stuck.
+
+        Args:
+            error: why the program ends here, where it did not come to its end.
+        """
+        self._closed = True  # What is said to the others is not for this process any more.
+        self._send("bye", error)
+        self._await_left_behind()
         with self._news:
-            self._closed = True
             if self._thread is not None:
                 self._thread.abandon()
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._watching.join()
         self._line.close()
+
+    def _await_left_behind(self) -> None:
+        """What was left behind waits for connections to processes that end now, as this one does.
+
+        A thread that comes back from native code while Python ends takes the process down (SIGABRT,
+        before Python 3.14). So the processes end one after the other, the first rank first.
+        """
+        rank = self._current.members.index(self.task) if self._current else 0
+        deadline = time.monotonic() + min(rank, _LEAVING_LAST) * _LEAVING_SECONDS
+        for thread in self._left_behind:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def raise_if_changed(self) -> None:
         """Raises GroupChangedError where the processes are others than this one joined."""
@@ -247,12 +305,12 @@ class Member:
     def _send(self, kind: str, said: Any) -> None:
         with contextlib.suppress(OSError):  # The watch sees the end of the connection.
             with self._sending:
-                self._line.sendall(_message(kind, said))
+                self._line.sendall(encode(kind, said))
 
     def _watch(self) -> None:
         """In a thread: beats, and hears what the service says."""
         self._line.settimeout(_BEAT_SECONDS)
-        buffer = bytearray()
+        buffer, heard = self._received, time.monotonic()
         while True:
             with self._news:
                 beat = Beat(
@@ -260,53 +318,65 @@ class Member:
                     self._beat.doing,
                 )  # fmt: skip
             self._send("beat", asdict(beat))
-            try:
-                data = self._line.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except OSError:
-                data = b""
-            if self._closed:
-                return
-            if not data:
-                self._end(f"{self.task}: the job's coordination service is gone.", False)
-                return
-            buffer += data
             while (at := buffer.find(b"\n")) >= 0:
                 message, buffer[: at + 1] = json.loads(buffer[:at]), b""
                 self._hear(message["kind"], message["said"])
+            try:
+                data = self._line.recv(1 << 16)
+            except TimeoutError:
+                if (silence := time.monotonic() - heard) < self.terms.silence_seconds:
+                    continue
+                self._end(
+                    f"{self.task}: no sign of life from the job's coordination service at "
+                    f"{self._host} for {silence:.0f} s: it is stopped, or the link to it is cut "
+                    f"{self._me()}.",
+                    False,
+                )
+                return
+            except OSError:
+                data = b""
+            heard = time.monotonic()
+            if self._closed:
+                return
+            if not data:
+                gone = f"{self.task}: the job's coordination service at {self._host} is gone"
+                self._end(f"{gone} {self._me()}.", False)
+                return
+            buffer += data
 
     def _hear(self, kind: str, said: Any) -> None:
+        if kind == "beat" or self._closed:
+            return
         if kind == "end":
-            self._end(f"{said['why']} (this is {self.task}).", self.task in said.get("dump", ()))
+            self._end(f"{said['why']} {self._me()}.", self.task in said.get("dump", ()))
+            return
+        if kind == "warn":
+            _log.warning("%s (this is %s).", said, self.task)
+            return
+        if kind == "left":
+            with self._news:
+                self._ended.add(said)
+                self._news.notify_all()
+            return
+        if kind in ("await", "dismiss"):
+            with self._news:
+                self._others_wait = kind == "await"
+                self._dismissed = said.get("why", "")
+                self._news.notify_all()
             return
         members = tuple(said["members"])
+        if self.task not in members and self._latest is None:
+            return  # it waits to be admitted
         if self.task not in members:
-            self._end(f"{self.task}: the others go on without it: {said['why']}.", True)
+            why = f"{self.task}: the others go on without it: {said['why']}"
+            self._end(f"{why} {self._me()}.", True)
             return
         with self._news:
             # At the host at which it was found: what it listens at may be no address ("0.0.0.0").
             service = f"{self._host}:{said['port']}"
+            self._others_wait = False
             self._latest = Generation(said["number"], members, service, said["why"])
             self._news.notify_all()
-
-
-def _computed(result: T) -> T:
-    """Waits for all arrays of a result.
-
-    `jax.block_until_ready` takes Python's lock five times a second to look for signals. In a thread
-    that is left behind, that ends a process at its exit with SIGABRT (before Python 3.14). Copying
-    an array to the host waits without that; the smallest one comes last as well as any.
-    """
-    arrays = [
-        leaf
-        for leaf in jax.tree.leaves(result)
-        if isinstance(leaf, jax.Array)
-        and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ]
-    if arrays:
-        np.asarray(min(arrays, key=lambda array: array.nbytes).addressable_data(0))
-    return jax.block_until_ready(result)
 
 
 def _may_tell_of_a_loss(error: BaseException | None) -> bool:
@@ -316,67 +386,6 @@ def _may_tell_of_a_loss(error: BaseException | None) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError)
 
 
-def _message(kind: str, said: Any) -> bytes:
-    return json.dumps({"kind": kind, "said": said}).encode() + b"\n"
-
-
-class _Job:
-    """A call in the thread of a `_Runner`."""
-
-    def __init__(self, call: Callable[[], Any]):
-        self.call: Callable[[], Any] | None = call
-        self.done = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
-class _Runner:
-    """A thread that runs one call after the other, and can be left alone with one.
-
-    Args:
-        news: what to tell when a call is done; held by who calls the methods.
-    """
-
-    def __init__(self, news: threading.Condition):
-        self._news = news
-        self._job: _Job | None = None
-        self._abandoned = False
-        self._thread = threading.Thread(target=self._work, name="stratagem-step", daemon=True)
-        self._thread.start()
-
-    def is_this(self) -> bool:
-        """Whether the caller is a call of this thread."""
-        return threading.current_thread() is self._thread
-
-    def submit(self, call: Callable[[], Any]) -> _Job:
-        """Runs a call; its result is there once it is `done`."""
-        self._job = job = _Job(call)
-        self._news.notify_all()
-        return job
-
-    def abandon(self) -> None:
-        """Ends the thread, once it is free."""
-        self._abandoned = True
-        self._news.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._job is not None or self._abandoned)
-                job, self._job = self._job, None
-            if job is None or job.call is None:
-                return
-            try:
-                job.result = _computed(job.call())
-            except BaseException as error:
-                job.error = error
-            with self._news:
-                # What the call holds has to go when the caller lets it go.
-                job.call, job.done = None, True
-                self._news.notify_all()
-            del job
-
-
 def _end_process(why: str, dump: bool) -> NoReturn:
     """Ends this process at once: its main thread may be anywhere, and never come back."""
     for stream in (sys.stdout, sys.stderr):
@@ -384,8 +393,12 @@ def _end_process(why: str, dump: bool) -> NoReturn:
             stream.flush()
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if dump:
-            print("stratagem: this process is waited for. Its threads:", file=sys.stderr)
-            sys.stderr.flush()
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = "".join(traceback.format_stack(frame))
+            print(
+                f"stratagem: this process is here (most recent call last):\n{stack}",
+                end="",
+                file=sys.stderr,
+            )
         print(f"stratagem: {why}", file=sys.stderr, flush=True)
     os._exit(PEER_LOST)

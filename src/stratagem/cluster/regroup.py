@@ -38,8 +38,8 @@ class Progress:
 def join(member: Member, seconds: float) -> tuple[Generation, _jax.JobStore]:
     """Joins the latest generation, at the start and after `GroupChangedError`.
 
-    Every member calls it. What was on the devices of several processes must have been copied to
-    the host before: JAX's devices are other ones afterwards.
+    Every member calls it. JAX's devices are other ones afterwards: what was over several processes
+    can still be read, by `addressable_data`, and is to be laid out anew.
 
     Args:
         member: this process.

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import TypeVar
 
 import jax
 
 from stratagem import _jax, config
-from stratagem.cluster import regroup, roles, rollcall
+from stratagem.cluster import keys, own_host, regroup, roles, rollcall
 from stratagem.cluster.abstract import ClusterResolver
-from stratagem.cluster.channel import Channel, Store
-from stratagem.cluster.member import Member
+from stratagem.cluster.channel import Channel, LocalStore, Store
+from stratagem.cluster.hosting import Service
+from stratagem.cluster.lockstep import Lockstep
+from stratagem.cluster.member import Generation, Member
 from stratagem.cluster.membership import Terms
-from stratagem.cluster.service import Service
 from stratagem.errors import JobMismatchError
 
 COORDINATION = "STRATAGEM_COORDINATION"
@@ -28,28 +33,54 @@ WAIT = "STRATAGEM_WAIT_FOR_REPLACEMENT"
 START_SECONDS = 300.0
 _LOOK_SECONDS = 0.2
 
+T = TypeVar("T")
+
+_log = logging.getLogger("stratagem")
+
 
 class Job:
     """The processes that train together now, and which of them this is.
 
+    A process that replaces a lost one computes alone until it joins: it makes its model as the
+    others did, who must not wait for it.
+
     Args:
         addresses: of each task that the job started with, by name ("worker 1").
-        member: this process's connection to the job's service.
+        connect: says hello to the job's service.
+        task: this process.
+        rank: its place among the tasks that the job started with.
+        terms: what the user allows.
         seconds: deadline of what the processes agree on.
         attempt: how often the job was restarted.
+        joining: whether it replaces a lost one.
 
     Attributes:
         tasks: name and address of each process, by rank.
         rank: this process.
+        is_chief: whether this process writes the files of the job.
         channel: agrees with the other processes.
+        generation: how often the processes have changed, and why; None while this one is alone.
+        lockstep: counts what all do in the same order; the strategy's.
     """
 
-    def __init__(self, addresses: dict[str, str], member: Member, seconds: float, attempt: int):
+    def __init__(
+        self, addresses: dict[str, str], connect: Callable[[], Member], task: str, rank: int,
+        terms: Terms, seconds: float, attempt: int, joining: bool = False,
+    ):  # fmt: skip
         self.addresses = addresses
-        self.member = member
+        self.terms = terms
         self.seconds = seconds
         self.attempt = attempt
-        self.meet()
+        self.lockstep: Lockstep | None = None
+        self.generation: Generation | None = None
+        self._connect = connect
+        self._member: Member | None = None
+        if joining:
+            self.tasks: tuple[tuple[str, str], ...] = ((task, addresses[task]),)
+            self.rank, self.is_chief = 0, rank == 0
+            self.channel = Channel(LocalStore(), 0, [task], seconds)
+        else:
+            self.meet()
 
     def meet(self) -> None:
         """Joins the latest generation of members, at the start and after `GroupChangedError`.
@@ -57,12 +88,40 @@ class Job:
         Raises:
             PeerTimeoutError: the others did not come in time.
         """
-        self.generation, store = regroup.join(self.member, self.seconds)
+        waits = self._member is None and hasattr(self, "channel")
+        if self._member is None:
+            self._member = self._connect()
+        member = self._member
+        if waits:  # until the others are where it can begin
+            member.await_change(threading.TIMEOUT_MAX)
+        self.generation, store = regroup.join(member, self.seconds)
         self.tasks = tuple((name, self.addresses[name]) for name in self.generation.members)
-        self.rank = self.generation.members.index(self.member.task)
+        self.rank = self.generation.members.index(member.task)
+        self.is_chief = self.rank == 0
         names = [f"{name} at {where}" for name, where in self.tasks]
         scope = f"stratagem/{self.attempt}"
-        self.channel = Channel(_Watched(store, self.member), self.rank, names, self.seconds, scope)
+        self.channel = Channel(_Watched(store, member), self.rank, names, self.seconds, scope)
+
+    @property
+    def member(self) -> Member:
+        """This process's connection to the job's service.
+
+        Raises:
+            RuntimeError: it has not joined yet.
+        """
+        if self._member is None:
+            raise RuntimeError("Expected a process that has joined its job. Got one that has not.")
+        return self._member
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process replaces a lost one, and has not joined the others yet."""
+        return self.generation is None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the processes are others than at the start, in whatever way."""
+        return self.generation is None or self.generation.number > 0
 
     @property
     def size(self) -> int:
@@ -70,14 +129,29 @@ class Job:
         return len(self.tasks)
 
     @property
-    def is_chief(self) -> bool:
-        """Whether this process writes the files of the job."""
-        return self.rank == 0
-
-    @property
     def may_change(self) -> bool:
         """Whether training goes on when a process is lost."""
-        return self.member.terms.min_workers is not None
+        return self.terms.min_workers is not None
+
+    def run(self, step: Callable[[], T], doing: str) -> T:
+        """`Member.run`, once this process has joined."""
+        return step() if self._member is None else self._member.run(step, doing)
+
+    def together(self, work: Callable[[], T], again: Callable[[T], None] | None = None) -> T:
+        """Does what every process does in the same order; see `Lockstep.unit`.
+
+        Args:
+            work: may be done several times.
+            again: what to do where others have to do it once more; None does `work`.
+        """
+        if self.lockstep is None:
+            return work()
+        return self.lockstep.unit(work, again or (lambda _: work() and None))
+
+    def close(self, error: str | None = None) -> None:
+        """Says goodbye; the error that ends this program, if one does."""
+        if self._member is not None:
+            self._member.close(error)
 
 
 class _Watched:
@@ -139,7 +213,7 @@ def join(
         RuntimeError: JAX has started already, with the devices of this process alone; or this
             process is in another job.
         PeerTimeoutError, JobMismatchError, ValueError: see `rollcall.call`; ValueError also for a
-            cluster that is wrong (`roles.validate`).
+            cluster or key that is wrong (`roles.validate`, `own_host.find`, `keys.Key`).
     """
     global _current
     cluster = roles.training_cluster(resolver.cluster_spec())
@@ -185,26 +259,36 @@ def _join(
     env = config.environment()
     attempt = int(env.get(ATTEMPT, "0"))
     deadline = time.monotonic() + seconds
+    key = keys.Key.of(env)
+    host = own_host.find(task, addresses)
+    _jax.listen_at(host)
+    if rank == 0 and not key.secret and not own_host.is_loopback(host):
+        _log.warning(keys.open_to_all(host))
 
     def service() -> str:
         """Of the launcher, or in this process, which the others then depend on."""
         global _service
         if address := env.get(COORDINATION):
             return address
-        host = addresses[task].rpartition(":")[0]
-        _service = Service(f"{host}:0", len(addresses))
+        bind = addresses[task].rpartition(":")[0]
+        _service = Service(f"{bind}:0", len(addresses), key=key)
         _service.start()
         return _service.address
 
-    if env.get(JOINING):  # in the place of a lost one: the others are busy
+    joining = bool(env.get(JOINING))
+    if joining:
         address = env[COORDINATION]
     else:
         tasks = tuple(addresses.items())
         card = rollcall.Card(task, tasks, _versions(), attempt, time.time())
-        address = rollcall.call(card, rank, seconds, service)
-    left = max(1.0, deadline - time.monotonic())
+        address = rollcall.call(card, rank, seconds, service, key)
     terms = _terms(env, stall_seconds)
-    return Job(addresses, Member.connect(address, task, rank, terms, left), seconds, attempt)
+
+    def connect() -> Member:
+        left = max(1.0, deadline - time.monotonic())
+        return Member.connect(address, task, rank, terms, left, key=key)
+
+    return Job(addresses, connect, task, rank, terms, seconds, attempt, joining)
 
 
 def _terms(env: Mapping[str, str], stall_seconds: float) -> Terms:
@@ -245,10 +329,16 @@ def leave() -> None:
         return
     job, _current = _current, None
     _jax.leave_job()
-    job.member.close()
+    job.close(_failure())
     service, _service = _service, None
     if service is not None:
-        service.close()
+        service.close(job.seconds)
+
+
+def _failure() -> str | None:
+    """The error that ends this program, None where it comes to its end by itself."""
+    error = getattr(sys, "last_value", None)  # what Python has printed before it calls `leave`
+    return None if error is None else f"it has failed with {type(error).__name__}: {error}"
 
 
 def _versions() -> str:

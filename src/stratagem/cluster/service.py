@@ -16,7 +16,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from stratagem import config
 from stratagem.cluster.hosting import Service
+from stratagem.cluster.keys import Key, open_to_all
+from stratagem.cluster.own_host import is_loopback
 
 
 def _parent_lives() -> Callable[[], bool]:
@@ -43,13 +46,17 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     try:
-        service = Service(arguments[0], int(arguments[1]))
+        key = Key.of(config.environment())
+        service = Service(arguments[0], int(arguments[1]), key=key)
     except (OSError, ValueError) as error:
         print(
             f"cannot listen at {arguments[0]}: {error}. Expected a free address of this machine.",
             file=sys.stderr,
         )
         return 1
+    host = service.address.rpartition(":")[0]
+    if not key.secret and not is_loopback(host):
+        print(f"stratagem: {open_to_all(host)}", file=sys.stderr)
     print(f"ready {service.address}", flush=True)
     service.serve(_parent_lives())
     return 0

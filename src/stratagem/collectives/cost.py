@@ -145,6 +145,20 @@ def tree(replicas: int, nbytes: int) -> Cost:
     )
 
 
+def doubling(replicas: int, nbytes: int) -> Cost:
+    """Recursive doubling: replicas `2**k` apart exchange all they have, in round `k`.
+
+    `log2(q)*(alpha + n*beta + n*gamma)` for `q`, the largest power of two up to `p`. The `p - q`
+    others send theirs before and get the sum after: `2*(alpha + n*beta) + n*gamma` more.
+    """
+    _check(replicas, nbytes)
+    rounds = replicas.bit_length() - 1
+    rest = replicas - (1 << rounds)
+    messages = tuple(1 if r >= 1 << rounds else rounds + (r < rest) for r in range(replicas))
+    more = 1 if rest else 0
+    return _whole_messages(rounds + 2 * more, messages, nbytes, reductions=rounds + more)
+
+
 def ring(replicas: int, nbytes: int, itemsize: int = 1) -> Cost:
     """Reduce-scatter and all-gather around a ring, in `p` chunks of whole elements.
 

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from stratagem.collectives.abstract import CrossDeviceOps
+from stratagem.collectives.auto import AutoAllReduce
 from stratagem.collectives.in_order import PacksInOrder
 from stratagem.collectives.nccl import NcclAllReduce
 from stratagem.collectives.ring import RingAllReduce
@@ -36,7 +37,8 @@ class CommunicationOptions:
             their coming, before an error says who is missing; None for the defaults (the start:
             300 s; steps: as long as all processes live).
         implementation: RING sends messages around a ring of the replicas, NCCL leaves the
-            all-reduce to XLA (NCCL on GPUs, Gloo on CPUs), AUTO is NCCL.
+            all-reduce to XLA (NCCL on GPUs, Gloo on CPUs), AUTO is NCCL except between processes on
+            CPUs, where it sends messages the cheapest way (`AutoAllReduce`).
 
     Raises:
         ValueError: a negative number, or no CommunicationImplementation.
@@ -93,8 +95,11 @@ class CommunicationOptions:
 
     def cross_device_ops(self) -> CrossDeviceOps:
         """What combines the replicas' values."""
-        ring = self.implementation is CommunicationImplementation.RING
-        ops: CrossDeviceOps = RingAllReduce() if ring else NcclAllReduce()
+        ops: CrossDeviceOps = {
+            CommunicationImplementation.AUTO: AutoAllReduce,
+            CommunicationImplementation.RING: RingAllReduce,
+            CommunicationImplementation.NCCL: NcclAllReduce,
+        }[self.implementation]()
         return PacksInOrder(ops, self.bytes_per_pack) if self.bytes_per_pack else ops
 
 

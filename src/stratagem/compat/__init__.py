@@ -1,1 +1,1 @@
-"""Other libraries' names for what Stratagem does: `from stratagem.compat import tensorflow as tf`."""
+"""Other libraries' names for what Stratagem does."""

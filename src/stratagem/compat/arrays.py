@@ -160,9 +160,7 @@ def reverse(tensor: Any, axis: Any, name: str | None = None) -> jax.Array:
     return jnp.flip(as_tensor(tensor), _sizes(axis))
 
 
-def pad(
-    tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0
-) -> jax.Array:
+def pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0) -> jax.Array:
     """More elements before and behind along each axis (tf.pad)."""
     widths = np.asarray(paddings).tolist()
     if mode.upper() == "CONSTANT":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -126,9 +126,7 @@ class Dataset(Recipe):
         """The elements for which `predicate` holds."""
         del name
         holds = _spread(predicate)
-        return self._then(
-            lambda ds, _: streams.streamed(ds).filter(lambda x: bool(holds(x))), None
-        )
+        return self._then(lambda ds, _: streams.streamed(ds).filter(lambda x: bool(holds(x))), None)
 
     def batch(
         self, batch_size: int, drop_remainder: bool = False, num_parallel_calls: Any = None,
@@ -139,7 +137,9 @@ class Dataset(Recipe):
         size = int(batch_size)
         rounded = math.floor if drop_remainder else math.ceil
         return self._then(
-            lambda ds, _: ds.batch(size, drop_remainder=drop_remainder, batch_fn=streams.stack_rows),
+            lambda ds, _: ds.batch(
+                size, drop_remainder=drop_remainder, batch_fn=streams.stack_rows
+            ),
             _each(self._count, lambda n: rounded(n / size)),
             _same_rows=drop_remainder,
         )
@@ -178,20 +178,22 @@ class Dataset(Recipe):
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """The elements `count` times over, for ever unless told."""
         del name
-        times: Count = math.inf if count is None or count < 0 else int(count)
+        times = math.inf if count is None or count < 0 else int(count)
         if times == 0 or self._count == 0:
             return self.take(0)
         if self._count == math.inf:
             return self
-        total = math.inf if math.isinf(times) else _each(self._count, lambda n: n * times)
+        total = math.inf if times == math.inf else _each(self._count, lambda n: n * times)
+
+        def turns() -> Iterable[int]:
+            return itertools.count() if times == math.inf else range(int(times))
 
         def build(number: Pass) -> Any:
             # Whether Grain can reach any element is known when it is built.
             ds = self._build((*number, 0))
             if streams.is_indexed(ds):
-                turns = None if math.isinf(times) else int(times)
-                return ds.repeat(turns, reseed_each_epoch=not self._same_order)
-            turns = lambda: itertools.count() if math.isinf(times) else range(int(times))  # noqa: E731
+                anew = not self._same_order
+                return ds.repeat(None if times == math.inf else times, reseed_each_epoch=anew)
             return streams.chained(lambda: (self._build((*number, i)) for i in turns()))
 
         return self._then(lambda ds, _: ds, total, _build=build)
@@ -327,6 +329,7 @@ class Dataset(Recipe):
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """What a function makes of the dataset."""
         return transformation_func(self)
+
 
 def _each(count: Count, change: Callable[[int], Count]) -> Count:
     """What a transformation makes of a count; what is unknown or without end stays so."""

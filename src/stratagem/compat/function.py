@@ -11,7 +11,7 @@ import jax
 
 from stratagem.compat.dataset import Dataset
 from stratagem.data import DistributedDataset
-from stratagem.errors import ReadInsideProgramError
+from stratagem.errors import OutOfRangeError, ReadInsideProgramError
 from stratagem.function import Function as Compiled
 
 
@@ -31,14 +31,28 @@ class Function:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it; traces it first where it must."""
+        """Calls it; traces it first where it must.
+
+        Raises:
+            OutOfRangeError: an iterator that it reads has ended.
+        """
         if self._reads or any(_is_input(leaf) for leaf in jax.tree.leaves((args, kwargs))):
-            return self.python_function(*args, **kwargs)
+            return self._as_python(*args, **kwargs)
         try:
             return self._compiled(*args, **kwargs)
         except ReadInsideProgramError:  # Nothing was read yet: the trace stopped before.
             self._reads = True
+            return self._as_python(*args, **kwargs)
+
+    def _as_python(self, *args: Any, **kwargs: Any) -> Any:
+        try:
             return self.python_function(*args, **kwargs)
+        except StopIteration as end:
+            raise OutOfRangeError(
+                "Expected another element of the dataset. Got its end, in "
+                f"{self.python_function.__qualname__}. Catch tf.errors.OutOfRangeError, or loop "
+                "as often as there are batches."
+            ) from end
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The program that a call with these arguments would run, not run."""

@@ -53,7 +53,8 @@ HINTS = {
     "image": "Use keras.ops.image, or the preprocessing layers of keras.layers.",
     "strings": "Use Python strings in a map function, or keras.layers.TextVectorization.",
     "lookup": "Use keras.layers.StringLookup or IntegerLookup, or a Python dict in a map function.",
-    "feature_column": "Use keras.utils.FeatureSpace, or keras.layers.Embedding and CategoryEncoding.",
+    "feature_column": "Use keras.utils.FeatureSpace, or keras.layers.Embedding and "
+    "CategoryEncoding.",
     "ragged": "Use padded tensors and a mask; JAX has no ragged ones.",
     "RaggedTensor": "Use padded tensors and a mask; JAX has no ragged ones.",
     "sparse": "Use jax.experimental.sparse, or tf.IndexedSlices for gradients.",
@@ -85,6 +86,9 @@ HINTS = {
     "estimator": "Use tf.keras.Model and fit.",
     "contrib": "Use keras and stratagem: TensorFlow itself dropped it in version 2.",
     "raw_ops": "Use keras.ops or jax.lax.",
+    "errors.InvalidArgumentError": "Use ValueError.",
+    "errors.UnavailableError": "Use tf.errors.PeerTimeoutError: other processes did not come.",
+    "errors": "Use an exception of stratagem.errors, or one of Python's own.",
     # Around training.
     "summary": "Use tf.keras.callbacks.TensorBoard (it needs tensorboard), or tensorboardX.",
     "saved_model": "Use model.save('name.keras') and tf.keras.models.load_model; for serving, "

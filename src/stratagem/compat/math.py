@@ -129,9 +129,7 @@ def clip_by_value(
     return jnp.clip(as_tensor(t), clip_value_min, clip_value_max)
 
 
-def norm(
-    t: Any, ord: Any = "euclidean", axis: Axis = None, keepdims: bool = False
-) -> jax.Array:
+def norm(t: Any, ord: Any = "euclidean", axis: Axis = None, keepdims: bool = False) -> jax.Array:
     """The norm of all elements, or along axes (tf.norm)."""
     order = None if ord in ("euclidean", "fro") else ord
     axes = tuple(axis) if isinstance(axis, list) else axis
@@ -175,6 +173,14 @@ REDUCTIONS: dict[str, Any] = {
     "reduce_logsumexp": _reduction(jax.scipy.special.logsumexp),
 }
 
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": jnp.add, "atan2": jnp.arctan2, "divide": _divide, "equal": jnp.equal,
+    "greater": jnp.greater, "greater_equal": jnp.greater_equal, "less": jnp.less,
+    "less_equal": jnp.less_equal, "logical_and": jnp.logical_and, "logical_or": jnp.logical_or,
+    "maximum": jnp.maximum, "minimum": jnp.minimum, "multiply": jnp.multiply,
+    "not_equal": jnp.not_equal, "pow": jnp.power, "subtract": jnp.subtract,
+}  # fmt: skip
+
 # In tf and in tf.math.
 SHARED: dict[str, Any] = {
     **REDUCTIONS,
@@ -189,17 +195,7 @@ SHARED: dict[str, Any] = {
             "tanh": jnp.tanh,
         }.items()
     },
-    **{
-        name: binary(fn)
-        for name, fn in {
-            "add": jnp.add, "atan2": jnp.arctan2, "divide": _divide, "equal": jnp.equal,
-            "greater": jnp.greater, "greater_equal": jnp.greater_equal, "less": jnp.less,
-            "less_equal": jnp.less_equal, "logical_and": jnp.logical_and,
-            "logical_or": jnp.logical_or, "maximum": jnp.maximum, "minimum": jnp.minimum,
-            "multiply": jnp.multiply, "not_equal": jnp.not_equal, "pow": jnp.power,
-            "subtract": jnp.subtract,
-        }.items()
-    },
+    **{name: binary(fn) for name, fn in _BINARY.items()},
     "add_n": add_n,
     "argmax": argmax,
     "argmin": argmin,

@@ -17,6 +17,7 @@ try:
 except ImportError:  # An extra of the package.
     grain = None
 
+
 def require_grain() -> None:
     """Refuses tf.data where Grain is missing.
 
@@ -99,9 +100,7 @@ def chained(datasets: Callable[[], Iterable[Any]]) -> Any:
     return Stream(lambda: (element for dataset in datasets() for element in streamed(dataset)))
 
 
-def interleaved(
-    datasets: Callable[[], Iterable[Any]], cycle_length: int, block_length: int
-) -> Any:
+def interleaved(datasets: Callable[[], Iterable[Any]], cycle_length: int, block_length: int) -> Any:
     """Elements of datasets in turns, in the order of tf.data's interleave.
 
     Grain's own interleave has no blocks, and reads each open dataset in a thread of its own.

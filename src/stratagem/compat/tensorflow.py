@@ -17,7 +17,7 @@ import keras as _keras_3
 import numpy as _np
 
 import stratagem as _stratagem
-from stratagem._keras import tf_keras as keras
+from stratagem import _keras
 from stratagem.compat import arrays as _arrays
 from stratagem.compat import config as _config
 from stratagem.compat import control as _control
@@ -37,7 +37,7 @@ from stratagem.compat.variables import Variable as Variable
 _tensors.give_arrays_numpy()
 
 
-class UnconnectedGradients(str, _enum.Enum):
+class UnconnectedGradients(_enum.StrEnum):
     """What a gradient is where the target does not depend on the source."""
 
     NONE = "none"
@@ -111,6 +111,9 @@ data = _Namespace(
         ),
     },
 )
+
+# Keras 3, with the names of Keras 2 that it keeps for programs of TensorFlow.
+keras = _keras.tf_keras
 
 # Distribution.
 distribute = _distribute.NAMESPACE

@@ -44,9 +44,10 @@ def give_arrays_numpy() -> None:
         """The value as a NumPy array, on the host (added by stratagem.compat.tensorflow)."""
         return np.asarray(self)
 
-    for cls in (jax.Array, jax.core.Tracer):
+    classes: tuple[Any, ...] = (jax.Array, jax.core.Tracer)
+    for cls in classes:
         if not hasattr(cls, "numpy"):
-            cls.numpy = numpy  # type: ignore[attr-defined]
+            cls.numpy = numpy
 
 
 def as_dtype(dtype: Any) -> np.dtype:

@@ -77,17 +77,23 @@ class Variable(keras.Variable):
         )
         self.constraint = constraint
 
-    def assign(self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True) -> Any:  # fmt: skip
-        """Writes a value; in a replica, as the variable's aggregation says. Returns the new value."""
+    def assign(
+        self, value: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """Writes a value, in a replica as the variable's aggregation says; returns the new one."""
         del use_locking, name, read_value
         return super().assign(_dense(value))
 
-    def assign_add(self, delta: Any, use_locking: bool = False, name: Any = None, read_value: bool = True) -> Any:  # fmt: skip
-        """Adds a value; in a replica, as the variable's aggregation says. Returns the new value."""
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
+        """Adds a value, in a replica as the variable's aggregation says; returns the new one."""
         del use_locking, name, read_value
         return super().assign_add(_dense(delta))
 
-    def assign_sub(self, delta: Any, use_locking: bool = False, name: Any = None, read_value: bool = True) -> Any:  # fmt: skip
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: Any = None, read_value: bool = True
+    ) -> Any:
         """Subtracts a value, as `assign_add` adds one. Returns the new value."""
         del use_locking, name, read_value
         return super().assign_sub(_dense(delta))
@@ -189,5 +195,3 @@ def _of_value(value: Any, seen: set[int]) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _of_value(item, seen)
-
-

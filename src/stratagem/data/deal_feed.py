@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -178,7 +178,7 @@ class DealFeed:
             self.placement.num_replicas,
         )
 
-    def redistribute(self, placement: Placement, workers: Workers) -> None:
+    def redistribute(self, placement: Placement, workers: Workers) -> NoReturn:
         """Impossible: no other worker can read what a lost one had not read yet."""
         raise NotImplementedError(
             "Expected a dataset whose batches every worker can read, to go on with other workers "
@@ -262,7 +262,11 @@ class DealSteps(Iterator[Step]):
             self._hands = None
         self._count = state["steps"]
 
-    def redistribute(self, again: bool) -> None:
+    def redistribute(self, again: bool) -> NoReturn:
+        """Refused by the feed before."""
+        raise NotImplementedError
+
+    def position(self, again: bool) -> NoReturn:
         """Refused by the feed before."""
         raise NotImplementedError
 

@@ -48,11 +48,14 @@ class Steps(Protocol):
         """Goes on from there: the next step is the one after those given before `get_state`."""
 
     def redistribute(self, again: bool) -> None:
-        """The feed has new replicas: deals the next step to them.
+        """The same feed has new replicas: deals the next step to them.
 
         Args:
             again: the next step is the one that was given last.
         """
+
+    def position(self, again: bool) -> Any:
+        """A state for the steps of the feed that takes this one's place; `again` as above."""
 
     def close(self) -> None:
         """Ends the pass before its end."""
@@ -76,8 +79,12 @@ class Feed(Protocol):
     def element_spec(self) -> Any:
         """Structure of `PerReplicaSpec` (of `TensorSpec` with one replica)."""
 
-    def redistribute(self, placement: Placement, workers: Workers) -> None:
-        """Deals all later steps to other replicas, where that is possible."""
+    def redistribute(self, placement: Placement, workers: Workers) -> Feed:
+        """The feed that deals all later steps to other replicas: this one, or another.
+
+        Raises:
+            NotImplementedError: there is none.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,10 +244,19 @@ class DistributedIterator:
 
         Raises:
             NotImplementedError: each worker has data of its own, which the others cannot read.
+            ValueError: no step was given that could be given again; or the dataset's policy does
+                not suit that many workers.
         """
         placement = Placement(mesh, to_device=self._feed.placement.to_device)
-        self._feed.redistribute(placement, Workers(job))
-        self._steps.redistribute(again)
+        feed = self._feed.redistribute(placement, Workers(job))
+        if feed is self._feed:
+            self._steps.redistribute(again)
+        else:
+            position = self._steps.position(again)
+            self._steps.close()
+            self._steps = feed.steps()
+            self._steps.set_state(position)
+            self._feed = self._dataset._feed = feed
         self._restart(self._progress.steps - again)
 
     def _restart(self, steps: int) -> None:

@@ -6,11 +6,11 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from stratagem.data import blank
 from stratagem.data.batch import Element
-from stratagem.data.distributed_dataset import Step, log_first_step
+from stratagem.data.distributed_dataset import Feed, Step, log_first_step
 from stratagem.data.exchange import Exchange
 from stratagem.data.files import FileBatches
 from stratagem.data.placement import Placement
@@ -19,7 +19,7 @@ from stratagem.data.prefetch import Prefetch
 from stratagem.data.shown import first_rows
 from stratagem.data.spec import spec_of
 from stratagem.data.split import RebatchRule, split_rows
-from stratagem.data.split_feed import spec_of_worker
+from stratagem.data.split_feed import nothing_to_give_again, spec_of_worker
 from stratagem.data.workers import Workers
 from stratagem.errors import JobMismatchError
 
@@ -43,12 +43,27 @@ class FileFeed:
 
     A worker's rows of a batch are split evenly among its replicas. The workers tell each other
     what their lanes have at hand in a thread that reads ahead.
+
+    Args:
+        files: the dataset.
+        placement: the replicas.
+        workers: who shares the files.
+        note: what the log says of the policy.
+        choose: makes the feed for other workers.
     """
 
     policy = AutoShardPolicy.FILE
     cardinality: int | float | None = None  # nobody knows all files
 
-    def __init__(self, files: FileBatches, placement: Placement, workers: Workers, note: str):
+    def __init__(
+        self,
+        files: FileBatches,
+        placement: Placement,
+        workers: Workers,
+        note: str,
+        choose: Callable[[Placement, Workers], Feed],
+    ):
+        self._choose = choose
         self.files = files
         self.placement = placement
         self.workers = workers
@@ -127,14 +142,9 @@ class FileFeed:
         """What the lanes have when nobody else is asked."""
         return [found.get(i, 0) for i in range(self.files.interleave)]
 
-    def redistribute(self, placement: Placement, workers: Workers) -> None:
+    def redistribute(self, placement: Placement, workers: Workers) -> Feed:
         """The lanes go to the new workers, who read on where the old ones were."""
-        if workers.count > self.files.interleave:
-            raise ValueError(
-                f"Expected at most interleave={self.files.interleave} workers. Got "
-                f"{workers.count}. Use policy DATA, or a larger interleave from the start."
-            )
-        self.placement, self.workers = placement, workers
+        return self._choose(placement, workers)
 
 
 class FileSteps(Iterator[Step]):
@@ -175,24 +185,26 @@ class FileSteps(Iterator[Step]):
 
     def get_state(self) -> Any:
         """The pass, its batches so far, and the rows taken from each lane of files."""
-        # As `SplitFeed`, to which a job of one worker comes back.
-        return {"drawn": self._state.get("step", 0), "iterator": self._state}
+        # As `SplitFeed`, which takes its place where workers share rows.
+        return self.position(again=False)
 
     def set_state(self, state: Any) -> None:
         """Goes on from a state. Rows before are read again and dropped."""
-        self._go_on(state["iterator"])
-        self._feed.files.passes = self._state["pass"] + 1
-
-    def redistribute(self, again: bool) -> None:
-        """The lanes go to the feed's new workers."""
-        if again and self._before is self._state:
-            raise ValueError("Expected a step to give again. Got a pass that gave none so far.")
-        self._go_on(self._before if again else self._state)
-
-    def _go_on(self, state: Any) -> None:
         self.close()
         self._shares = None
-        self._state = self._before = state
+        self._state = self._before = state["iterator"]
+        self._feed.files.passes = self._state["pass"] + 1
+
+    def redistribute(self, again: bool) -> NoReturn:
+        """Another feed takes this one's place."""
+        raise NotImplementedError
+
+    def position(self, again: bool) -> Any:
+        """As `get_state`, or before the last step."""
+        if again and self._before is self._state:
+            raise nothing_to_give_again()
+        state = self._before if again else self._state
+        return {"drawn": state.get("step", 0), "iterator": state}
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""

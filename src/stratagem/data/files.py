@@ -106,8 +106,7 @@ class FileBatches(SelfDescribed):
         alive = [True] * self.interleave
         like: Element | None = None
         while True:
-            start = step * self.batch_size % self.interleave
-            counts, alive = next_counts(self.batch_size, opened, gather, alive, start)
+            counts, alive = next_counts(self.batch_size, opened, gather, alive)
             rows = sum(counts)
             if rows == 0 or (self._drop_remainder and rows < self.batch_size):
                 return

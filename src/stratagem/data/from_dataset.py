@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jax.sharding import Mesh
@@ -78,7 +79,7 @@ def _feed(
     if files is not None:
         policy, note = _policy_of_files(policy, files, workers.count)
     if workers.count == 1:
-        return SplitFeed(source, placement, workers, policy, note)
+        return _split(source, files, placement, workers, policy, note)
     if policy is AutoShardPolicy.HINT:
         raise NotImplementedError(
             "Expected AUTO, FILE, DATA or OFF for several workers. Got HINT, which rewrites "
@@ -95,8 +96,22 @@ def _feed(
                 "stratagem.data.from_files(files, reader, batch_size), or policy DATA, which "
                 "shares the rows of any dataset."
             )
-        return FileFeed(files, placement, workers, note)
-    return SplitFeed(source, placement, workers, policy, note)
+        return FileFeed(files, placement, workers, note, functools.partial(_feed, source, files))
+    return _split(source, files, placement, workers, policy, note)
+
+
+def _split(
+    source: Source,
+    files: FileBatches | None,
+    placement: Placement,
+    workers: Workers,
+    policy: AutoShardPolicy,
+    note: str,
+) -> SplitFeed:
+    feed = SplitFeed(source, placement, workers, policy, note)
+    if files is not None:  # for other workers another policy may be right
+        feed.choose = functools.partial(_feed, source, files)
+    return feed
 
 
 def _policy_of_files(

@@ -64,7 +64,7 @@ class Lane:
 
 
 def next_counts(
-    batch_size: int, lanes: dict[int, Lane], gather: Gather, alive: Sequence[bool], start: int
+    batch_size: int, lanes: dict[int, Lane], gather: Gather, alive: Sequence[bool]
 ) -> tuple[list[int], list[bool]]:
     """How many rows each lane gives to the next batch. Every worker calls it.
 
@@ -77,7 +77,6 @@ def next_counts(
         gather: tells all workers what this one's lanes have; returns what all lanes have, by
             number.
         alive: which lanes of all have not ended, as far as is known.
-        start: the lane that gives first what does not divide.
 
     Returns:
         The counts, all 0 at the end, and which lanes are still alive.
@@ -86,7 +85,7 @@ def next_counts(
     while True:
         found = gather({number: lane.look(reach) for number, lane in lanes.items()})
         if sum(found) >= batch_size or reach >= batch_size:
-            return fill_batch(batch_size, found, start), [count > 0 for count in found]
+            return fill_batch(batch_size, found), [count > 0 for count in found]
         reach = min(batch_size, 2 * reach)
 
 

@@ -16,6 +16,10 @@ class AutoShardPolicy(enum.IntEnum):
 
     On one worker there is nothing to divide; the policy then only chooses the rebatch rule, that
     is, how the rows of a batch are dealt to the replicas (see `rebatch_rule`).
+
+    OFF: every worker takes all rows of its own dataset. AUTO: as FILE for `from_files` with files
+    enough, else as DATA. FILE: each worker reads its own files of `from_files`. DATA: all workers
+    see the same global batches and take their rows. HINT: refused with several workers.
     """
 
     OFF = -1

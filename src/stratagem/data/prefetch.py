@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import queue
 import threading
@@ -78,7 +79,8 @@ def _run(items: Iterator[Any], ahead: queue.Queue[Any], exchange: Exchange) -> N
         return
     except BaseException as caught:  # told to who reads, in its thread
         error = caught
-        exchange.fail(caught)
+        with contextlib.suppress(Exception):  # the others may be gone, which may be the error
+            exchange.fail(caught)
     finally:
         if not stop.is_set():
             ahead.put((_END, error))

@@ -114,9 +114,8 @@ class _Items:
 
     def identify(self, index: Any) -> str:
         numbers = _numbers(index)
-        return (
-            f"rows {numbers[:5]} and more of {self.rows}, CRC {zlib.crc32(repr(numbers).encode())}"
-        )
+        digest = zlib.crc32(repr(numbers).encode())
+        return f"rows {numbers[:5]} and on, of {self.rows} (CRC {digest})"
 
 
 def _numbers(index: Any) -> list[int]:

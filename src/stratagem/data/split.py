@@ -87,22 +87,23 @@ def even_pattern(
     return tuple(sizes[start:] + sizes[:start])
 
 
-def fill_batch(batch_size: int, at_hand: Sequence[int], start: int) -> list[int]:
+def fill_batch(batch_size: int, at_hand: Sequence[int]) -> list[int]:
     """How many rows each lane of files gives to a batch: as evenly as what they hold allows.
+
+    What does not divide is given by the first lanes, always: so the counts stay the same from
+    batch to batch while no lane ends, and with them the compiled step.
 
     Args:
         batch_size: rows wanted.
         at_hand: rows of each lane.
-        start: the lane that gives first what does not divide.
 
     Returns:
         A count a lane; together `batch_size`, or all there is.
     """
     counts = [0] * len(at_hand)
     left = min(batch_size, sum(at_hand))
-    order = [(start + i) % len(at_hand) for i in range(len(at_hand))]
     while left:
-        unused = [lane for lane in order if at_hand[lane] > counts[lane]]
+        unused = [lane for lane, rows in enumerate(at_hand) if rows > counts[lane]]
         share = left // len(unused)
         for lane in unused if share else unused[:left]:
             given = min(max(1, share), at_hand[lane] - counts[lane])

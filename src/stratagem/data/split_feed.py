@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from stratagem.data.adapt import Source
 from stratagem.data.batch import Element, check_structure, read_batch
-from stratagem.data.distributed_dataset import Step, log_first_step
+from stratagem.data.distributed_dataset import Feed, Step, log_first_step
 from stratagem.data.placement import Placement
 from stratagem.data.policy import AutoShardPolicy, rebatch_rule
 from stratagem.data.row_batches import Rows
@@ -43,6 +43,7 @@ class SplitFeed:
         self.cardinality = source.cardinality
         self.source = source
         self.rule = rebatch_rule(policy)
+        self.choose: Callable[[Placement, Workers], Feed] | None = None  # where others are possible
         self.logged = False
         self.how = f"{note}rows of each batch split by rule {self.rule.name}"
         if workers.count > 1 and source.open_rows is not None:
@@ -54,9 +55,12 @@ class SplitFeed:
         """Starts a pass; a one-shot source refuses a second one here."""
         return SplitSteps(self)
 
-    def redistribute(self, placement: Placement, workers: Workers) -> None:
+    def redistribute(self, placement: Placement, workers: Workers) -> Feed:
         """Every worker can produce every batch, so that nothing else changes."""
+        if self.choose is not None:
+            return self.choose(placement, workers)
         self.placement, self.workers = placement, workers
+        return self
 
     def element_spec(self) -> Any:
         """From the dataset's own spec where it has one, else from its first batch."""
@@ -81,6 +85,7 @@ class SplitSteps(Iterator[Step]):
         self._structure: jax.tree_util.PyTreeDef | None = None
         self._drawn = 0
         self._last: Any = None
+        self._before: Any = None
         self._again = False
         self._ended: Any = None  # where the pass was then
 
@@ -111,6 +116,8 @@ class SplitSteps(Iterator[Step]):
             return self._last
         if self._ended is not None:
             raise StopIteration
+        if self._feed.choose is not None:
+            self._before = self.get_state()
         try:
             self._last = next(self._batches)
         except StopIteration:
@@ -123,6 +130,11 @@ class SplitSteps(Iterator[Step]):
 
     def get_state(self) -> Any:
         """The batches drawn, and the source's own position where it has one."""
+        if self._again:
+            raise RuntimeError(
+                "Expected the step that is given again to be taken before the position in the "
+                "data is asked for. Call next(iterator) first."
+            )
         if self._ended is not None:
             return self._ended
         get = getattr(self._batches, "get_state", None)
@@ -148,9 +160,15 @@ class SplitSteps(Iterator[Step]):
     def redistribute(self, again: bool) -> None:
         """The next batch is split among the feed's new replicas, and compared between them."""
         if again and self._drawn == 0:
-            raise ValueError("Expected a step to give again. Got a pass that gave none so far.")
+            raise nothing_to_give_again()
         self._again = again
         self._structure = None
+
+    def position(self, again: bool) -> Any:
+        """As `get_state`, or before the last step."""
+        if again and self._before is None:
+            raise nothing_to_give_again()
+        return self._before if again else self.get_state()
 
     def close(self) -> None:
         """Lets go of the source, whose iterator may have threads."""
@@ -159,6 +177,11 @@ class SplitSteps(Iterator[Step]):
             if hasattr(self._batches, "close"):
                 self._batches.close()
             self._batches = iter(())
+
+
+def nothing_to_give_again() -> ValueError:
+    """The error for a step that was not there."""
+    return ValueError("Expected a step to give again. Got a pass that gave none so far.")
 
 
 def _rows(batch: Any, index: int) -> tuple[int, Any, Any]:

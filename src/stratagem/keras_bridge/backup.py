@@ -20,7 +20,24 @@ from stratagem.recovery.position import Pass, decoded, encoded, is_checkpointabl
 
 
 class FitObserver(keras.callbacks.Callback):
-    """A callback that is called once more, after all callbacks of the event."""
+    """A callback that is called once more, after all callbacks of the event.
+
+    Having methods for the ends of batches, it keeps Keras from calling callbacks in threads.
+
+    Attributes:
+        first: whether it comes before other observers.
+    """
+
+    first = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Does nothing; see the class."""
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Does nothing; see the class."""
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Does nothing; see the class."""
 
     def after_train_begin(self, feed: Feed) -> None:
         """After all `on_train_begin`."""
@@ -44,6 +61,8 @@ class Feed:
     Attributes:
         stack: what is closed when `fit` is left, however.
         callbacks: those of the fit, in order; known from `after_train_begin` on.
+        handover: what gives the state to who joins; None in a job that may not change.
+        joined: the cut at which this process has joined the others, if it has.
     """
 
     def __init__(self) -> None:
@@ -51,22 +70,25 @@ class Feed:
         self.callbacks: list[keras.callbacks.Callback] = []
         self.observers: list[FitObserver] = []
         self.iterator: Any = None
+        self.handover: Any = None
+        self.joined: Any = None
         self._pass: Pass | None = None
         self._skip = 0
         self._resumed: tuple[Any, Any] | None = None
 
-    def position(self, in_epoch: bool) -> dict[str, Any]:
+    def position(self, in_epoch: bool, in_flight: int = 0) -> dict[str, Any]:
         """Where the data stands, as JSON can hold it.
 
         Args:
             in_epoch: False after an epoch's end, when the next one usually begins a new pass.
+            in_flight: how many of the batches drawn last are to be trained again.
         """
         run = self._pass
         if not in_epoch and (run is None or not self._goes_on(run)):
             run = None
         source = self._source()
         return {
-            "pass": None if run is None else run.position(),
+            "pass": None if run is None else run.position(in_flight),
             "random": None if run is None else run.random_state(),
             "source": encoded(source.get_state()) if source is not None else None,
             "batches": self.batches,
@@ -120,13 +142,16 @@ class Feed:
     def _source(self) -> Any:
         """The user's PyDataset, where it can say and be told its state."""
         adapter = self.iterator.data_adapter
-        source = getattr(adapter, "py_dataset", None)
-        return source if is_checkpointable(source) else None
+        if not isinstance(adapter, _keras.PyDatasetAdapter):
+            return None
+        return adapter.py_dataset if is_checkpointable(adapter.py_dataset) else None
 
     def begin_pass(self, source: Any) -> Pass:
         """A new pass through the data; the first one after `resume` goes on with an old one."""
         resumed, self._resumed = self._resumed, None
-        self._pass = Pass(source, *(resumed or ()))
+        position, random = resumed or (None, None)
+        in_flight = self.iterator.steps_per_execution if self.handover is not None else 0
+        self._pass = Pass(source, position, random, in_flight)
         return self._pass
 
     def from_position(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -154,6 +179,11 @@ def install() -> None:
     wrap(_keras.JAXEpochIterator, "_get_iterator", _get_iterator)
     for name, after in _EVENTS.items():
         wrap(keras.callbacks.CallbackList, name, after)
+
+
+def running() -> Feed | None:
+    """The feed of the fit that runs now."""
+    return _feed.get()
 
 
 def fed(around: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +231,9 @@ def _get_iterator(original: Any, self: Any) -> Any:
 
 def _on_train_begin(original: Any, self: Any, logs: Any = None) -> None:
     original(self, logs)
-    observers = [c for c in self.callbacks if isinstance(c, FitObserver)]
+    observers = sorted(
+        (c for c in self.callbacks if isinstance(c, FitObserver)), key=lambda c: not c.first
+    )
     feed = _feed.get()
     if observers and (feed is None or feed.iterator is None):
         raise RuntimeError(

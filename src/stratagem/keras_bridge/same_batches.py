@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax
 from stratagem import _keras
 from stratagem.data.workers import check_same_batch, fingerprint
 from stratagem.keras_bridge.hooks import wrap
+
+_log = logging.getLogger("stratagem")
 
 
 class _Passes:
@@ -46,5 +49,12 @@ class SameBatches:
         """
         if self._job is None or self._checked == _Passes.begun:
             return
+        if self._job.has_changed:  # in the middle of a pass, which who has joined has just begun
+            return
+        if self._checked < 0:
+            _log.info(
+                "Input: every process reads all of it and takes its rows. With "
+                "stratagem.data.batches or stratagem.data.from_files each reads only its own."
+            )
         self._checked = _Passes.begun
         check_same_batch(self._job.channel, "batches", fingerprint(jax.tree.leaves(batch)))

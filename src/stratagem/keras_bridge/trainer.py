@@ -22,6 +22,7 @@ from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
 from stratagem.keras_bridge import backup, workers
 from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, join
+from stratagem.keras_bridge.handover import value_from
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.same_batches import SameBatches
 from stratagem.step.execute import Compiled, Executor, Fit
@@ -182,6 +183,7 @@ class ModelStep:
         self._position = {id(v): i for i, v in enumerate(self._flat)}
         self._said = False
         self._same = SameBatches(strategy.job)
+        self._last = -1  # units of the job when this step was made last
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Keras' step interface: `(state, batch) -> (results, state)`, state as lists of arrays."""
@@ -209,7 +211,32 @@ class ModelStep:
                 self._strategy.replace_state(variable, old, new)
 
         doing = f"a {self._kind} step of model {self._model.name!r}"
-        return self._strategy.in_step(lambda: self._run(state, batch), again, doing)
+        fit = self._handover()
+        if fit is None:
+            return self._strategy.in_step(lambda: self._run(state, batch), again, doing)
+        if fit.skips():
+            return None, state
+        self._admit()
+        give = lambda: fit.give(value_from(self._values(state)))  # noqa: E731
+        done = self._strategy.in_step(lambda: self._run(state, batch), again, doing, give)
+        fit.stepped()
+        self._last = self._strategy.job.lockstep.finished
+        return done
+
+    def _handover(self) -> Any:
+        feed = backup.running() if self._kind == "train" else None
+        return None if feed is None else feed.handover
+
+    def _admit(self) -> None:
+        """Lets those who wait join in two steps of one fit, in either of which others may be."""
+        job = self._strategy.job
+        if job.lockstep.finished == self._last and job.member.others_wait:
+            job.member.admit()
+
+    def _values(self, state: Any) -> dict[int, Any]:
+        """The values that a step begins with, by variable: Keras holds them in `state`."""
+        flat = zip(self._flat, (v for group in state for v in group), strict=True)
+        return {id(v): self._strategy.place_state(v, x) for v, x in flat}
 
     def _run(self, state: Any, batch: Any) -> tuple[Any, Any]:
         compiled, values = self._prepare(batch)
@@ -298,11 +325,7 @@ class ModelStep:
     def _collect(self, results: Any) -> Any:
         """Predictions as whole arrays in row order."""
         return jax.tree.map(
-            lambda leaf: (
-                join(leaf, self._strategy)
-                if isinstance(leaf, PerReplica)
-                else leaf
-            ),
+            lambda leaf: join(leaf, self._strategy) if isinstance(leaf, PerReplica) else leaf,
             results,
             is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )

@@ -18,6 +18,7 @@ import keras
 
 from stratagem import variables
 from stratagem.errors import PeerTimeoutError
+from stratagem.keras_bridge.handover import Handover
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.recovery import randomness
 
@@ -46,11 +47,16 @@ def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, An
     job = strategy.job
     if job is None:
         return args, kwargs
-    _share_random(job)
-    if job.is_chief:
+    job.together(lambda: _share_random(job))
+    hands_over = method.__name__ == "fit" and job.may_change
+    if job.is_chief and not hands_over:
         return args, kwargs
     bound = inspect.signature(method).bind_partial(None, *args, **kwargs)
     arguments = bound.arguments
+    if hands_over:
+        _add(arguments, Handover(job))
+    if job.is_chief:
+        return bound.args[1:], bound.kwargs
     if "verbose" in inspect.signature(method).parameters:
         arguments["verbose"] = 0
     callbacks = arguments.get("callbacks")
@@ -61,6 +67,16 @@ def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, An
             names = ", ".join(sorted({type(c).__name__ for c in left_out}))
             _log.info("%s: left to the chief, which writes for all processes", names)
     return bound.args[1:], bound.kwargs
+
+
+def _add(arguments: dict[str, Any], callback: Any) -> None:
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.append(callback)
+    elif isinstance(callbacks, (list, tuple)):
+        arguments["callbacks"] = [*callbacks, callback]
+    else:
+        arguments["callbacks"] = [callback] if callbacks is None else [callbacks, callback]
 
 
 def _share_random(job: Any) -> None:

@@ -147,7 +147,6 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job, self._executor, self._output, self._clock = job, executor, output, clock
-        self._tasks = [(task.type, task.index) for task in job.tasks()]
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._unwritten = threading.Semaphore(_UNWRITTEN)
         self._buffers: dict[tuple[Name, bool], LineBuffer] = {}

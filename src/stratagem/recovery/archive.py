@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,52 @@ class Cut:
         """Gives the variables their values back; they were checked."""
         state.apply(self.entries, self.arrays, groups)
 
+    @classmethod
+    def of_this_process(
+        cls, groups: Groups, facts: Mapping[str, Any], process: Any,
+        arrays: Mapping[str, np.ndarray], value: Callable[[Any], Any],
+    ) -> Cut:  # fmt: skip
+        """A cut that asks no other process, for one that joins; arguments as `Archive.save`."""
+        taken = {**state.snapshot(groups, value), **arrays}
+        where = Path("the memory of another process")
+        return cls(where, taken, dict(facts), [process], state.entries(groups, components=False))
+
+    def packed(self) -> bytes:
+        """All of it but the path, as bytes."""
+        head = {
+            "facts": self.facts,
+            "processes": self.processes,
+            "entries": described(self.entries),
+            "arrays": {n: [str(a.dtype), a.shape] for n, a in self.arrays.items()},
+        }
+        text = json.dumps(head).encode()
+        parts = [a.tobytes() for a in self.arrays.values()]
+        return b"".join([len(text).to_bytes(8, "big"), text, *parts])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Cut:
+        """What `packed` was."""
+        start = 8 + int.from_bytes(data[:8], "big")
+        head = json.loads(data[8:start])
+        arrays = {}
+        for name, (kind, shape) in head["arrays"].items():
+            dtype = jnp.dtype(kind)
+            count = math.prod(shape)
+            arrays[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
+            start += count * dtype.itemsize
+        where = Path("the memory of another process")
+        return cls(where, arrays, head["facts"], head["processes"], as_entries(head["entries"]))
+
+
+def described(entries: Mapping[str, Sequence[state.Entry]]) -> dict[str, Any]:
+    """Entries as JSON can hold them."""
+    return {name: [dataclasses.asdict(e) for e in group] for name, group in entries.items()}
+
+
+def as_entries(found: Mapping[str, Any]) -> dict[str, list[state.Entry]]:
+    """What `described` was given."""
+    return {name: [state.Entry(**e) for e in group] for name, group in found.items()}
+
 
 class Archive:
     """The cuts in one directory. Every process of the job makes the same calls on its own.
@@ -66,7 +114,7 @@ class Archive:
         Raises:
             BackupError: it cannot; on every process.
         """
-        self._on_chief(self.storage.check_writable)
+        self.peers.together(lambda: self._on_chief(self.storage.check_writable))
 
     def save(
         self, groups: Groups, facts: Mapping[str, Any], process: Any = None,
@@ -86,19 +134,23 @@ class Archive:
         Returns:
             Where it will be, on the chief.
         """
-        processes = self.peers.gather(process, "what a backup holds of each process")
-        cut = {**state.snapshot(groups), **(arrays or {})}
+
+        def gather() -> list[Any]:
+            return self.peers.gather(process, "what a backup holds of each process")
+
+        def take() -> tuple[list[Any], dict[str, np.ndarray], Any]:
+            processes = gather()
+            cut = {**state.snapshot(groups), **(arrays or {})}
+            return processes, cut, described(state.entries(groups))
+
+        processes, cut, about = self.peers.together(take, lambda _: gather() and None)
         if not self.peers.is_chief:
             return self.storage.directory
-        described = {
-            name: [dataclasses.asdict(e) for e in group]
-            for name, group in state.entries(groups).items()
-        }
         try:
             self.storage.wait()
         except BackupError as e:
             warnings.warn(str(e), RuntimeWarning, stacklevel=3)
-        content = {"facts": dict(facts), "processes": processes, "entries": described}
+        content = {"facts": dict(facts), "processes": processes, "entries": about}
         return self.storage.save(cut, content, name)
 
     def wait(self) -> None:
@@ -107,7 +159,7 @@ class Archive:
         Raises:
             BackupError: it could not be; on every process.
         """
-        self._on_chief(self.storage.wait)
+        self.peers.together(lambda: self._on_chief(self.storage.wait))
 
     def load(self, path: Path | None = None) -> Cut | None:
         """Reads the newest cut, or the one before it where that is damaged, and so on.
@@ -121,6 +173,9 @@ class Archive:
         Raises:
             BackupError: all are damaged (CorruptBackupError: the one asked for); on every process.
         """
+        return self.peers.together(lambda: self._load(path))
+
+    def _load(self, path: Path | None) -> Cut | None:
         found: list[Any] = []
         self._on_chief(lambda: found.append(self._newest(path)))
         mine = found[0] if found else None
@@ -128,14 +183,12 @@ class Archive:
         if newest is None:
             return None
         arrays, content = self._share(Path(newest), mine)
-        entries = {
-            name: [state.Entry(**e) for e in group] for name, group in content["entries"].items()
-        }
+        entries = as_entries(content["entries"])
         return Cut(Path(newest), arrays, content["facts"], content["processes"], entries)
 
     def remove_all(self) -> None:
         """Deletes all cuts. The chief does it."""
-        self._on_chief(self.storage.remove_all)
+        self.peers.together(lambda: self._on_chief(self.storage.remove_all))
 
     def _newest(self, wanted: Path | None) -> tuple[Path, Any, Any] | None:
         damaged: dict[Path, str] = {}

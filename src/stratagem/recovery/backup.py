@@ -72,7 +72,7 @@ class Backup:
             )
         state.collect(**objects)  # refuses what it cannot save now, not after an hour
         self._objects = objects
-        self._archive = Archive(directory, keep, Peers.of_this_process(f"backup {directory}"))
+        self._archive = Archive(directory, keep, Peers.of_this_process("backup"))
         self._archive.prepare()
         self._pass: Pass | None = None
         self._resumed: Any = None

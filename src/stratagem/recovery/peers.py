@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from stratagem.cluster import runtime
-from stratagem.cluster.channel import Channel
+from stratagem.cluster.channel import Stream
+from stratagem.cluster.runtime import Job
 
 _CHUNK = 1 << 20  # bytes of a message on the job's channel
+
+T = TypeVar("T")
 
 
 class Peers:
     """This process among those of its job. All make the same calls in the same order.
 
     Args:
-        channel: the job's; None for a process that is alone.
-        is_chief: whether this one writes the files.
-        name: of the stream on the channel.
+        job: the job; None for a process that is alone.
+        name: of the stream on the job's channel.
     """
 
-    def __init__(self, channel: Channel | None, is_chief: bool, name: str):
-        self._stream = None if channel is None else channel.stream(name)
-        self.rank = 0 if channel is None else channel.rank
-        self.size = 1 if channel is None else channel.size
-        self.is_chief = is_chief
+    def __init__(self, job: Job | None, name: str):
+        self._job = job
+        self._name = name
 
     @classmethod
     def of_this_process(cls, name: str) -> Peers:
         """Those of the job that this process is in."""
-        job = runtime.current()
-        return cls(None, True, name) if job is None else cls(job.channel, job.is_chief, name)
+        return cls(runtime.current(), name)
+
+    @property
+    def rank(self) -> int:
+        """This process; the processes may change between calls."""
+        return 0 if self._job is None else self._job.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return 1 if self._job is None else self._job.size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this one writes the files."""
+        return self._job is None or self._job.is_chief
+
+    @property
+    def _stream(self) -> Stream | None:
+        return None if self._job is None else self._job.channel.stream(self._name)
+
+    def together(self, work: Callable[[], T], again: Callable[[T], None] | None = None) -> T:
+        """Does what consists of several exchanges, all of it again where processes are lost."""
+        return work() if self._job is None else self._job.together(work, again)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all processes, by rank; JSON can hold them.
@@ -38,9 +61,10 @@ class Peers:
         Raises:
             PeerTimeoutError: names the processes that did not come.
         """
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return [value]
-        parts = self._stream.all_gather(json.dumps(value).encode(), what)
+        parts = stream.all_gather(json.dumps(value).encode(), what)
         return [json.loads(part) for part in parts]
 
     def from_chief(self, value: Any, what: str) -> Any:
@@ -49,15 +73,14 @@ class Peers:
 
     def bytes_from_chief(self, data: bytes, what: str) -> bytes:
         """The chief's bytes, in as many messages as they take."""
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             return data
-        said = self._stream.all_gather(
-            b"chief%d" % len(data) if self.is_chief else b"", what
-        )
+        said = stream.all_gather(b"chief%d" % len(data) if self.is_chief else b"", what)
         chief = next(rank for rank, part in enumerate(said) if part)
         size = int(said[chief][5:])
         received = []
         for start in range(0, size, _CHUNK):
             part = data[start : start + _CHUNK] if self.is_chief else b""
-            received.append(self._stream.all_gather(part, what)[chief])
+            received.append(stream.all_gather(part, what)[chief])
         return b"".join(received)

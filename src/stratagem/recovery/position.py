@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,14 +26,19 @@ class Pass(Iterator[Any]):
         source: the batches.
         resumed: what `position` returned in the run to go on with; None begins a new run.
         random: the random state to go on with (`randomness.get_state`), with `resumed`.
+        in_flight: how many of the batches drawn last may not be trained yet when `position` is
+            asked.
 
     Attributes:
         ended: True once it was asked for a batch and had none.
     """
 
-    def __init__(self, source: Iterable[Any], resumed: Any = None, random: Any = None):
+    def __init__(
+        self, source: Iterable[Any], resumed: Any = None, random: Any = None, in_flight: int = 0
+    ):
         self._source = source
-        self._resumed = resumed if resumed and resumed["drawn"] else None
+        begun = resumed and (resumed["drawn"] or resumed.get("ahead"))
+        self._resumed = resumed if begun else None
         self._random = random
         self._iterator: Iterator[Any] | None = None
         self._began: Any = None
@@ -40,12 +46,13 @@ class Pass(Iterator[Any]):
         self.ended = False
         self._ahead: list[Any] = []
         self._before_ahead: tuple[Any, Any] | None = None
+        self._states: deque[Any] = deque(maxlen=in_flight)  # of the iterator, before each draw
 
     def __next__(self) -> Any:
         iterator = self._begun()
         self._before_ahead = None
         try:
-            batch = self._ahead.pop() if self._ahead else next(iterator)
+            batch = self._ahead.pop(0) if self._ahead else self._draw(iterator)
         except StopIteration:
             self.ended = True
             raise
@@ -58,17 +65,30 @@ class Pass(Iterator[Any]):
         if not self._ahead:
             self._before_ahead = self._now()
             try:
-                self._ahead.append(next(iterator))
+                self._ahead.append(self._draw(iterator))
             except StopIteration:
                 return True
         return False
 
-    def position(self) -> dict[str, Any]:
-        """How far the run is, as JSON can hold it: batches drawn, how it began, the iterator."""
+    def position(self, in_flight: int = 0) -> dict[str, Any]:
+        """How far the run is, as JSON can hold it: batches drawn, how it began, the iterator.
+
+        Args:
+            in_flight: how many of the batches drawn last are to be trained again. The random
+                state is then the one after they were drawn.
+        """
         if self._resumed is not None:
             return self._resumed
         state = self._before_ahead[0] if self._before_ahead else self._iterator_state()
-        return {"drawn": self._drawn, "began": self._began, "iterator": state}
+        if in_flight and self._states:
+            state = encoded(self._states[-in_flight - len(self._ahead)])
+        drawn = self._drawn - in_flight
+        return {"drawn": drawn, "ahead": in_flight, "began": self._began, "iterator": state}
+
+    def _draw(self, iterator: Iterator[Any]) -> Any:
+        if self._states.maxlen and is_checkpointable(iterator):
+            self._states.append(iterator.get_state())  # type: ignore[attr-defined]
+        return next(iterator)
 
     def random_state(self) -> dict[str, Any]:
         """The process's random state as it is when the next batch is drawn."""
@@ -102,6 +122,7 @@ class Pass(Iterator[Any]):
             iterator.set_state(decoded(resumed["iterator"]))  # type: ignore[attr-defined]
         else:
             self._drop(iterator)
+        self._ahead = [self._draw(iterator) for _ in range(resumed.get("ahead", 0))]
         randomness.set_state(self._random)
         return iterator
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from stratagem import variables
 from stratagem.errors import BackupMismatchError
+from stratagem.values import unstack
 
 # The number that Keras adds to the name of the second layer (optimizer, metric) of a kind.
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
@@ -118,13 +120,13 @@ def _variables(thing: Any) -> Iterator[Any]:
                 yield from thing.optimizer.variables
 
 
-def entries(groups: Mapping[str, Sequence[Any]]) -> dict[str, list[Entry]]:
-    """What describes the variables of each group."""
-    return {name: [_entry(v) for v in group] for name, group in groups.items()}
+def entries(groups: Mapping[str, Sequence[Any]], components: bool = True) -> dict[str, list[Entry]]:
+    """What describes the variables of each group, with their components or without."""
+    return {name: [_entry(v, components) for v in group] for name, group in groups.items()}
 
 
-def _entry(variable: Any) -> Entry:
-    held = variables.held_components(variable)
+def _entry(variable: Any, with_components: bool) -> Entry:
+    held = variables.held_components(variable) if with_components else None
     components = None if held is None else variables.read_aggregation(variable)
     return Entry(variable.path, list(variable.shape), str(variable.dtype), components)
 
@@ -134,13 +136,34 @@ def key(group: str, index: int) -> str:
     return f"{group}/{index}"
 
 
-def snapshot(groups: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
-    """Copies of all values on the host. Every process calls it; it waits for running steps."""
+def snapshot(
+    groups: Mapping[str, Sequence[Any]], value: Callable[[Any], Any] | None = None
+) -> dict[str, np.ndarray]:
+    """Copies of all values on the host. Every process calls it; it waits for running steps.
+
+    Args:
+        groups: variables by name.
+        value: of a variable, where it is not in the variable.
+    """
+    value = value or _held
     return {
-        key(name, i): _to_host(_held(variable))
+        key(name, i): _to_host(value(variable))
         for name, group in groups.items()
         for i, variable in enumerate(group)
     }
+
+
+def mine(variable: Any) -> Any:
+    """What a process that joins gets of a variable, without asking other processes.
+
+    A component of a sum is each process's own: it begins with zero. Others begin with this one's.
+    """
+    held = variables.held_components(variable)
+    if held is None:
+        return variable._value
+    component = unstack(held)[0]
+    is_sum = variables.read_aggregation(variable) == "sum"
+    return jnp.zeros_like(component) if is_sum else component
 
 
 def _held(variable: Any) -> jax.Array:

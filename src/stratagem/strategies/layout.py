@@ -125,9 +125,15 @@ class Layout:
         """Runs a compiled program of this strategy."""
         return function(*inputs)
 
-    def in_step(self, work: Callable[[], T], again: Callable[[T], None], doing: str) -> T:
+    def in_step(
+        self,
+        work: Callable[[], T],
+        again: Callable[[T], None],
+        doing: str,
+        give: Callable[[], bytes] | None = None,
+    ) -> T:
         """Does what every process does in the same order; see `cluster.lockstep.Lockstep.unit`."""
-        del again, doing
+        del again, doing, give
         return work()
 
     def worker_parts(self, value: Any) -> PerReplica | None:

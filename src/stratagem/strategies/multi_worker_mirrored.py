@@ -20,6 +20,7 @@ from stratagem.cluster.tf_config import TFConfigClusterResolver
 from stratagem.collectives.options import CommunicationOptions
 from stratagem.errors import JobMismatchError, UnevenShapesError
 from stratagem.strategies.abstract import Strategy
+from stratagem.strategies.sharing import share
 from stratagem.values import IndexedSlices, PerReplica, map_leaves
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -68,9 +69,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.job is not None:
             runtime.check_devices(self.job)
             self.keeps_state = self.job.may_change
-        self._lockstep = None if self.job is None else Lockstep(self.job, self._rebuild)
+            self.job.lockstep = Lockstep(
+                self.job, self._rebuild, lambda data, source: share(self, data, source)
+            )
         self._replaced: dict[int, tuple[Any, Any]] = {}
-        self._doing = "a step"
+        self._doing = "a reduce"  # outside of what has a name
         super().__init__(self._find_devices(), options.cross_device_ops())
 
     @property
@@ -118,14 +121,23 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Runs a compiled program that may wait for other processes."""
         if self.job is None:
             return function(*inputs)
-        return self.job.member.run(lambda: function(*inputs), self._doing)
+        return self.job.run(lambda: function(*inputs), self._doing)
 
-    def in_step(self, work: Callable[[], T], again: Callable[[T], None], doing: str) -> T:
+    def in_step(
+        self,
+        work: Callable[[], T],
+        again: Callable[[T], None],
+        doing: str,
+        give: Callable[[], bytes] | None = None,
+    ) -> T:
         """Does what every process does in the same order, again where processes are lost."""
-        if self._lockstep is None:
+        if self.job is None or self.job.lockstep is None:
             return work()
-        self._doing = doing
-        result = self._lockstep.unit(work, again)
+        before, self._doing = self._doing, doing
+        try:
+            result = self.job.lockstep.unit(work, again, give)
+        finally:
+            self._doing = before
         if self._replaced:  # who goes on from here has the newer values
             self._replaced = {}
         return result
@@ -148,7 +160,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         return one.tobytes() == other.tobytes()
 
     def _rebuild(self) -> None:
-        self._replaced = {}
         runtime.check_devices(self.job)
         self._lay_out(self._find_devices())
 
@@ -203,7 +214,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.job is None:
             return stacked
         gather = jax.jit(lambda x: x, out_shardings=self.home)
-        return self.local_view(self.execute(gather, stacked))
+        doing = "a gather, such as of a metric's result or of a variable that is summed on read"
+        return self.local_view(self.job.run(lambda: gather(stacked), doing))
 
     def all_parts(self, value: PerReplica) -> Sequence[Any]:
         """The part of each replica of the job. Every process calls it."""

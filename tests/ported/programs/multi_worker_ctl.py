@@ -115,9 +115,7 @@ task_type, task_id, cluster_spec = (
     strategy.cluster_resolver.cluster_spec(),
 )
 
-checkpoint = tf.train.Checkpoint(
-    model=multi_worker_model, epoch=epoch, step_in_epoch=step_in_epoch
-)
+checkpoint = tf.train.Checkpoint(model=multi_worker_model, epoch=epoch, step_in_epoch=step_in_epoch)
 write_checkpoint_dir = write_filepath(checkpoint_dir, task_type, task_id, cluster_spec)
 checkpoint_manager = tf.train.CheckpointManager(
     checkpoint, directory=write_checkpoint_dir, max_to_keep=1

@@ -14,6 +14,7 @@ import logging
 import threading
 from typing import Any
 
+import keras
 import numpy as np
 from jobs import report
 
@@ -115,13 +116,38 @@ def functions() -> dict[str, Any]:
 
 def same_batches() -> dict[str, Any]:
     own = [np.arange(4) + RANK]
+    epochs = OwnSecondEpoch()
     return {
+        "own second epoch": [error_of(lambda: _fit(epochs)), epochs.epoch],
         "own data": error_of(lambda: list(distribute(own))),
         "own order": error_of(
             lambda: list(distribute(data.batches(Counted(12), 4, shuffle_seed=RANK)))
         ),
         "same": reads(distribute([np.arange(4)])),
     }
+
+
+class OwnSecondEpoch(keras.utils.PyDataset):
+    """The same data on all processes in its first epoch only."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        x = np.full((4, 1), index + RANK * self.epoch, "float32")
+        return x, x
+
+    def on_epoch_end(self) -> None:
+        self.epoch += 1
+
+
+def _fit(epochs: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(epochs, epochs=2, shuffle=False, verbose=0)
 
 
 class Counted:
@@ -268,4 +294,7 @@ result = {
     one.__name__: one()
     for one in (policies, functions, same_batches, by_number, files, positions, threads)
 }
+# What is open at the end of the program does not keep it.
+left_open = iter(from_function(lambda context: [np.int32([i]) for i in range(100)]))
+next(left_open)
 report({**result, "lines": [line for line in lines.lines if line.startswith("Input:")]})

@@ -1,0 +1,118 @@
+"""`fit` that loses a worker, gets it back, and counts every row; for `stratagem run`.
+
+Arguments: folder for results, rank that dies, step (of all training steps) at which it does, step at
+which the others wait for the replacement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import stratagem
+
+import keras
+import numpy as np
+
+EPOCHS, ROWS, BATCH = 4, 44, 8
+SECONDS = 60.0
+
+
+class Count(keras.metrics.Metric):
+    """Counts the rows of an epoch."""
+
+    def __init__(self, name: str = "rows"):
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(keras.ops.ones_like(y_true)))
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+
+class Fate(keras.callbacks.Callback):
+    """Ends the process at a step, as a power cut does; or waits at a step for a replacement."""
+
+    def __init__(self, strategy: Any, dies: int, waits: int):
+        super().__init__()
+        self._strategy, self._dies, self._waits, self._step = strategy, dies, waits, 0
+        self.shares: list[int] = []
+
+    def get_state(self) -> int:
+        return self._step
+
+    def set_state(self, state: int) -> None:
+        self._step = state
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._step == self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while self._step == self._waits and not self._strategy.job.member.others_wait:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no replacement")
+            time.sleep(0.01)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._step += 1
+        self.shares.append(self._strategy.num_replicas_in_sync)
+
+
+def digest(model: Any) -> str:
+    """Of the bits of all variables."""
+    found = [*model.variables, *model.optimizer.variables]
+    return hashlib.sha256(b"".join(np.asarray(v.value).tobytes() for v in found)).hexdigest()
+
+
+def build() -> Any:
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dropout(0.1),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae", Count()])
+    return model
+
+
+def train(strategy: Any, callbacks: list[Any]) -> Any:
+    rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
+    target = rows.sum(axis=1, keepdims=True)
+    with strategy.scope():
+        model = build()
+    history = model.fit(
+        rows, target, batch_size=BATCH, epochs=EPOCHS, callbacks=callbacks, verbose=0,
+        validation_data=(rows[:10], target[:10]),
+    )  # fmt: skip
+    return model, history.history
+
+
+def main(folder: Path, rank: int, dies: int, waits: int) -> None:
+    joins = bool(os.environ.get("STRATAGEM_JOIN"))
+    strategy = stratagem.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    keras.utils.set_random_seed(100 + joins)  # who joins has other values at first
+    fate = Fate(strategy, dies if index == rank and not joins else -1, waits)
+    model, history = train(strategy, [fate, keras.callbacks.EarlyStopping("loss", patience=9)])
+    result = {
+        "joined": joins,
+        "history": history,
+        "shares": fate.shares,
+        "digest": digest(model),
+        "weights": [np.asarray(w).tolist() for w in model.get_weights()],
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+    (folder / f"{index}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

@@ -1,0 +1,67 @@
+"""A job of two workers is killed, or told to end, and the next one goes on bit for bit."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "programs")]
+
+from jobs import Job, run_job
+
+pytestmark = pytest.mark.processes
+
+WORKERS, SECONDS = 2, 120.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    results = run_job("backing", WORKERS, 1, str(folder), "nothing", "0", "0")
+    assert results[0]["digest"] == results[1]["digest"]
+    return results[0]
+
+
+def killed(folder: Path, event: str, who: int, when: int) -> None:
+    """Runs a job until one worker is killed, then kills the other, as a supervisor does."""
+    with Job("backing", WORKERS, 1, (str(folder), event, str(who), str(when))) as job:
+        deadline = time.monotonic() + SECONDS
+        while job.processes[who].poll() is None:
+            assert time.monotonic() < deadline, "the worker was not killed"
+            time.sleep(0.02)
+        code = job.processes[who].returncode
+        assert code == -signal.SIGKILL, job.processes[who].stdout.read()[-3000:]
+
+
+@pytest.mark.parametrize(("event", "who", "when"), [("kill", 1, 9), ("kill-saving", 0, 12)])
+def test_a_killed_job_goes_on_bit_for_bit(tmp_path, undisturbed, event, who, when):
+    killed(tmp_path, event, who, when)
+    left = sorted(p.name for p in (tmp_path / "0").iterdir())
+    assert any("tmp" in name for name in left) == (event == "kill-saving"), left
+    assert not (tmp_path / "1").exists()  # only the chief writes; the other gets its values from it
+    results = run_job("backing", WORKERS, 1, str(tmp_path), "nothing", "0", "0")
+    for result in results:
+        assert result["digest"] == undisturbed["digest"]
+        first = result["epochs"][0]
+        assert first == 1
+        assert result["logs"]["loss"] == undisturbed["logs"]["loss"][first:]
+    assert not (tmp_path / "0").exists()
+
+
+def test_sigterm_to_one_worker_saves_on_all_and_all_leave_with_42(tmp_path, undisturbed):
+    with Job("backing", WORKERS, 1, (str(tmp_path), "terminate", "1", "5")) as job:
+        ended = job.wait(SECONDS)
+    assert [ended[i].code for i in range(WORKERS)] == [42, 42], ended
+    results = run_job("backing", WORKERS, 1, str(tmp_path), "nothing", "0", "0")
+    assert [r["digest"] for r in results] == [undisturbed["digest"]] * WORKERS
+
+
+def test_a_backup_of_two_workers_goes_on_in_one_process(tmp_path):
+    killed(tmp_path, "kill", 1, 9)
+    (result,) = run_job("backing", 1, 2, str(tmp_path), "nothing", "0", "0")
+    assert result["epochs"] == [1, 2]
