@@ -89,7 +89,27 @@ def _fit(title: str, model: str, steps: int, samples: int, goals: tuple[Goal, ..
     )
 
 
+def _all_reduce(size: str, steps: int) -> Case:
+    return Case(
+        f"all-reduce of {size} between 2 processes",
+        "us/step",
+        steps,
+        9,
+        (max(4, steps // 4), 5),
+        (
+            Contender("stratagem AUTO", ("allreduce_stratagem.py", "AUTO", size)),
+            Contender("stratagem NCCL (XLA, Gloo)", ("allreduce_stratagem.py", "NCCL", size)),
+            Contender("torch, Gloo", ("allreduce_torch.py", size), PEER, "torch"),
+        ),
+        (),
+    )
+
+
 CASES = {
+    "all-reduce-4K": _all_reduce("4 KB", 400),
+    "all-reduce-256K": _all_reduce("256 KB", 200),
+    "all-reduce-4M": _all_reduce("4 MB", 40),
+    "all-reduce-32M": _all_reduce("32 MB", 8),
     "loop": Case(
         "custom loop, 10-16-1 MLP, batch 64, 2 replicas",
         "us/step",

@@ -13,6 +13,7 @@ LOOP_BATCHES = 16
 LOOP_RATE = 0.05
 WIDE_BATCH = 128
 FIT_BATCH = 256
+SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "32 MB": 32 << 20}
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 
 
