@@ -75,6 +75,12 @@ def test_merge_takes_what_is_not_the_default():
     assert merged == CommunicationOptions(5, 2.0, NCCL)
 
 
+def test_every_wait_has_a_deadline():
+    default, short = CommunicationOptions(), CommunicationOptions(timeout_seconds=7)
+    assert (default.start_seconds, default.step_seconds) == (300, 1800)
+    assert (short.start_seconds, short.step_seconds) == (7, 7)
+
+
 def test_hints_are_options_without_an_implementation():
     assert collective_hints(7, 1.5) == CommunicationOptions(7, 1.5)
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,11 @@ class Job:
         workers: how many; worker 0 is chief.
         devices: virtual CPU devices of each.
         arguments: of the program.
-        clusters: another cluster for some tasks, by index.
+        clusters: makes another cluster of the addresses, for some tasks, by index.
         absent: tasks that are not started.
         environment: more variables.
+        hosts: of each task, instead of loopback.
+        before: what stands before the command of some tasks, by index.
     """
 
     def __init__(
@@ -61,17 +63,24 @@ class Job:
         workers: int,
         devices: int = 1,
         arguments: Sequence[str] = (),
-        clusters: Mapping[int, Any] | None = None,
+        clusters: Mapping[int, Callable[[list[str]], list[str]]] | None = None,
         absent: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
+        hosts: Sequence[str] | None = None,
+        before: Mapping[int, Sequence[str]] | None = None,
     ):
-        self.addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+        hosts = hosts or ["127.0.0.1"] * workers
+        ports = free_ports(workers)
+        self.addresses = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
         self.processes: dict[int, subprocess.Popen[str]] = {}
         for index in range(workers):
             if index in absent:
                 continue
-            cluster = (clusters or {}).get(index, {"worker": self.addresses})
-            config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+            other = (clusters or {}).get(index, list)
+            config = {
+                "cluster": {"worker": other(self.addresses)},
+                "task": {"type": "worker", "index": index},
+            }
             env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "TF_CONFIG")}
             env |= {
                 "TF_CONFIG": json.dumps(config),
@@ -81,12 +90,15 @@ class Job:
                 **(environment or {}),
             }
             self.processes[index] = subprocess.Popen(
-                [sys.executable, "-u", str(PROGRAMS / f"{program}.py"), *arguments],
+                [
+                    *(before or {}).get(index, ()),
+                    sys.executable, "-u", str(PROGRAMS / f"{program}.py"), *arguments,
+                ],
                 env=env,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-            )
+            )  # fmt: skip
 
     def __enter__(self) -> Job:
         return self

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from stratagem.cluster import channel as channel_module
 from stratagem.cluster.channel import Channel, LocalStore
 from stratagem.errors import PeerTimeoutError
 
@@ -69,3 +70,18 @@ def test_who_is_missing_is_named(present):
         assert f"(this is {NAMES[rank]})" in text
         missing = text.partition("Missing: ")[2].partition(" (this is")[0]
         assert missing == ", ".join(NAMES[r] for r in absent)
+
+
+def test_who_is_waited_for_is_said_before_the_deadline(monkeypatch, caplog):
+    monkeypatch.setattr(channel_module, "_FIRST_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(channel_module, "_WARNING_SECONDS", 0.1)
+    results, _ = everywhere(
+        lambda c: c.stream("s").all_gather(b"", "the weather"), ranks=(1, 2), seconds=1.0
+    )
+    assert all(isinstance(error, PeerTimeoutError) for error in results)
+    texts = [record.getMessage() for record in caplog.records]
+    for rank in (1, 2):
+        mine = [text for text in texts if f"(this is {NAMES[rank]})" in text]
+        assert len(mine) >= 2
+        assert "Waiting for all processes to agree on the weather for 0 s, up to 1 s." in mine[0]
+        assert NAMES[0] in mine[-1]

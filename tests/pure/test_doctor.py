@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -57,13 +58,14 @@ class TestTFConfig:
         text = json.dumps(
             {
                 "cluster": {"worker": ["a:1", "nonsense"]},
-                "task": {"type": "worker", "index": "one"},
+                "task": {"type": "wrker", "index": "one"},
                 "rpc_layer": 7,
             }
         )
         seat, found = checks.check_tf_config(text)
         assert seat is None
-        assert len(faults(found)) == 3
+        assert len(faults(found)) == 4
+        assert re.search(r'"type"\]: expected one out of chief, .* Got \'wrker\'', said(found))
         assert re.search(r"worker 1 = 'nonsense'.*not of that form", said(found))
         assert re.search(r'"index"\]: expected a whole number', said(found))
         assert re.search(r'"rpc_layer"\]: expected a string', said(found))
@@ -72,6 +74,10 @@ class TestTFConfig:
         ("text", "expected"),
         [
             ("{", "fault TF_CONFIG: TF_CONFIG: expected JSON"),
+            (
+                '{"cluster": {"worker": ["a:1"]}, "task": {"type": "wrker", "index": 0}}',
+                r"[^\n]*expected one out of chief, [^\n]* Got 'wrker'[^\n]*$",
+            ),
             ('{"tasks": 1}', r"look TF_CONFIG: no tasks under 'cluster'. It has 'tasks'"),
             (
                 '{"cluster": {"worker": ["a:1", "b:1"]}}',
@@ -301,9 +307,16 @@ class TestMachine:
     )
     def test_accelerators_that_jax_cannot_use(self, chip, do):
         devices = Devices(("CPU:0",), "jax", "", "not installed")
-        ((found, advice),) = faults(checkup.check_chips([chip], devices, {}, EXTRAS))
+        ((found, advice),) = faults(checkup.check_chips([chip], devices, {}, EXTRAS, {}))
         assert "; JAX can use 0 of them: not installed" in found
         assert advice.startswith(do)
+
+    def test_accelerators_that_jax_cannot_use_though_it_has_what_it_takes(self):
+        plugins = {"libtpu": "0.1", "jax-cuda12-plugin": "0.9.0"}
+        chip = Chips("NVIDIA", 2, "H100", "580.1")
+        found = checkup.check_chips([chip], Devices(("CPU:0",), "jax"), {}, EXTRAS, plugins)
+        ((_, advice),) = faults(found)
+        assert advice.startswith("jax-cuda12-plugin 0.9.0 is installed: read what JAX says")
 
     @pytest.mark.parametrize(
         ("environment", "names", "level", "text"),
@@ -320,14 +333,14 @@ class TestMachine:
     )
     def test_accelerators_that_are_hidden(self, environment, names, level, text):
         chip = Chips("NVIDIA", 2, "H100", "580.1")
-        (finding,) = checkup.check_chips([chip], Devices(names, "jax"), environment, EXTRAS)
+        (finding,) = checkup.check_chips([chip], Devices(names, "jax"), environment, EXTRAS, {})
         assert finding.level is level
         assert text in finding.found
 
     def test_a_driver_that_complains(self):
         for count, level in ((1, Level.FAULT), (0, Level.LOOK)):
             chip = Chips("NVIDIA", count, problem="it cannot talk to the driver")
-            (finding,) = checkup.check_chips([chip], Devices(), {}, EXTRAS)
+            (finding,) = checkup.check_chips([chip], Devices(), {}, EXTRAS, {})
             assert (finding.level, finding.found) == (level, "it cannot talk to the driver")
 
     def test_resources(self):
@@ -465,13 +478,16 @@ class TestCommand:
     def test_an_own_port_that_is_taken_is_said_with_its_holder(self, healthy, monkeypatch):
         monkeypatch.setattr(doctor, "listen", _refuse)
         monkeypatch.setattr(machine, "port_holder", lambda port: f"python at {port}")
-        tasks = {"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}
-        text = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})
-        monkeypatch.setenv("TF_CONFIG", text)
+        self.tell(monkeypatch, [2222, 2223])
         found = doctor.examine(doctor.Config(False, False, False, 1.0, False, None, None))
         ((fault, _),) = faults(found.findings)
         assert fault == "127.0.0.1:2222 (worker 0): the port is in use, by python at 2222"
         assert found.exit_code == 1
+
+    def test_a_wrong_tf_config_is_one_fault(self, healthy, monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", "{")
+        found = doctor.examine(doctor.Config(True, True, False, 1.0, False, None, None))
+        assert [f.what for f in found.findings if f.level is Level.FAULT] == ["TF_CONFIG"]
 
     @pytest.mark.parametrize(
         ("hosts", "index", "text"),
@@ -491,6 +507,51 @@ class TestCommand:
             "this is 127.0.0.1, number 0 of 1 from 0"
         ]
         assert any(f.what == "own address" for f in found)
+
+    def test_peers(self, healthy, monkeypatch):
+        self.tell(monkeypatch, ports := self.free_ports(2))
+        found = doctor.examine(doctor.Config(True, False, False, 1.0, False, None, None))
+        assert [f.found for f in found.findings if f.what == "peers"] == [
+            f"worker 1 at 127.0.0.1:{ports[1]}: the machine can be reached; nothing listens at the "
+            "port now"
+        ]
+        assert found.exit_code == 0
+
+    def test_a_cluster_where_nobody_else_is(self, healthy, monkeypatch, capsys):
+        self.tell(monkeypatch, ports := self.free_ports(2))
+        assert doctor.doctor(options("--cluster", "--seconds", "0.5")) == 1
+        shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert f"worker 1 127.0.0.1:{ports[1]} not reached" in shown
+        assert "reach worker 1 at" in shown
+        assert "1 to be done" in shown
+
+    @pytest.mark.parametrize(
+        ("key", "text"),
+        [
+            ("short", "not met, without a key"),
+            ("", "not met, since this task cannot listen at 127.0.0.1:"),
+        ],
+    )
+    def test_a_cluster_that_cannot_be_met(self, healthy, monkeypatch, key, text):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self.tell(monkeypatch, [taken.getsockname()[1], *self.free_ports(1)])
+            monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", key)
+            found = doctor.examine(doctor.Config(False, True, False, 0.5, False, None, None))
+        assert [f for f, _ in faults(found.findings) if f.startswith(text)]
+        assert found.meeting is None
+
+    def free_ports(self, count):
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        try:
+            return [s.getsockname()[1] for s in sockets]
+        finally:
+            for s in sockets:
+                s.close()
+
+    def tell(self, monkeypatch, ports):
+        tasks = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+        text = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})
+        monkeypatch.setenv("TF_CONFIG", text)
 
     def test_tables(self):
         missing = Link("worker 2", "c:3", NOBODY_LISTENS)

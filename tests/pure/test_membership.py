@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.cluster.membership import Announce, Beat, End, Membership, Refuse, Terms
+from stratagem.cluster.membership import Announce, Beat, End, Membership, Refuse, Terms, Warn
 from stratagem.cluster.regroup import Progress, progress
 
 ALL = ("chief 0", "worker 0", "worker 1")
@@ -106,6 +106,32 @@ def test_a_late_step_that_all_have_come_to_shows_them_all():
     assert isinstance(end, End)
     assert end.dump == ALL
     assert "All workers are in it and none goes on" in end.why
+
+
+def test_a_step_of_a_minute_is_said_once_a_minute():
+    members = start(stall_seconds=1800)
+    for now in range(70, 191):
+        since = now - 10
+        beats(members, now, chief_0=(7, True, since), worker_0=(6, False, 5), worker_1=(7, True, 1))
+        effects = members.tick(now)
+        assert bool(effects) == (now in (70, 130, 190))
+    (warning,) = effects
+    assert isinstance(warning, Warn)
+    assert warning.why.startswith(
+        "chief 0 has been in step 7 since the last change (training step 7) for"
+    )
+    assert "; after 1800 s the job ends. Missing: worker 0 (has been outside of any" in warning.why
+    assert "Every process must make the same calls in the same order" in warning.why
+
+
+def test_who_has_ended_is_not_waited_for_until_the_deadline():
+    members = start(stall_seconds=1800, silence_seconds=10)
+    members.left("worker 1")
+    beats(members, 12.0, chief_0=(7, True, 10.5), worker_0=(7, True, 9))
+    (end,) = members.tick(12.0)
+    assert isinstance(end, End)
+    assert "to finish within 10 s" in end.why
+    assert "Missing: worker 1 (its program has ended)" in end.why
 
 
 def test_a_program_that_has_ended_is_named():

@@ -34,6 +34,7 @@ _VISIBLE_GPUS, _PLATFORMS = "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"
 # The oldest driver (first number of its version) that a CUDA release runs on, newest first.
 _CUDA_DRIVERS = (("cuda13", 580), ("cuda12", 525))
 _DEVICE_OF = {"NVIDIA": "GPU", "AMD": "GPU", "TPU": "TPU"}
+_PLUGIN_OF = {"NVIDIA": "jax-cuda", "AMD": "jax-rocm", "TPU": "libtpu"}
 _LITTLE_MEMORY = 1 << 30  # bytes
 
 
@@ -84,8 +85,17 @@ def check_chips(
     devices: Devices,
     environment: Mapping[str, str],
     jax_extras: Sequence[str],
+    plugins: Mapping[str, str],
 ) -> list[Finding]:
-    """Whether JAX can use the accelerators that the system shows, and what to install if not."""
+    """Whether JAX can use the accelerators that the system shows, and what to install if not.
+
+    Args:
+        chips: what the system shows.
+        devices: what JAX shows.
+        environment: the variables of this process.
+        jax_extras: the extras that the installed JAX can be installed with.
+        plugins: the installed packages that let JAX use accelerators, and their versions.
+    """
     found = []
     for chip in chips:
         what = f"{chip.kind} devices"
@@ -109,7 +119,7 @@ def check_chips(
         else:
             said = f": {_one_line(devices.complaints)}" if devices.complaints else ""
             text = f"{seen}; JAX can use {used} of them{said}"
-            found.append(Finding(Level.FAULT, what, text, _install(chip, jax_extras)))
+            found.append(Finding(Level.FAULT, what, text, _install(chip, jax_extras, plugins)))
     return found
 
 
@@ -171,9 +181,15 @@ def _hidden(chip: Chips, environment: Mapping[str, str]) -> str:
     return ""
 
 
-def _install(chip: Chips, jax_extras: Sequence[str]) -> str:
+def _install(chip: Chips, jax_extras: Sequence[str], plugins: Mapping[str, str]) -> str:
+    for name, version in plugins.items():
+        if name.startswith(_PLUGIN_OF[chip.kind]):
+            return (
+                f"{name} {version} is installed: read what JAX says, end the processes that hold "
+                "the devices, and see that it has the version that this jax asks for (`pip check`)."
+            )
     if chip.kind == "TPU":
-        return 'pip install "stratagem[tpu]"; if that is so, end the process that holds the TPU.'
+        return 'pip install "stratagem[tpu]"'
     if chip.kind == "AMD":
         extra = next((e for e in jax_extras if e.startswith("rocm")), "rocm")
         return f'pip install "jax[{extra}]"'

@@ -127,10 +127,11 @@ def examine(wanted: Config) -> Diagnosis:
     """Does all checks that are wanted, one after the other; each has a deadline."""
     packages = machine.packages()
     devices = machine.devices(config.environment())
-    seat, found = _seat(wanted)
-    found = [*_machine(packages, devices), *found]
+    seat, told = _seat(wanted)
+    found = [*_machine(packages, devices), *told]
     if seat is None:
-        return Diagnosis((*found, *_nobody(wanted)))
+        wrong = any(finding.level is Level.FAULT for finding in told)
+        return Diagnosis((*found, *([] if wrong else _nobody(wanted))))
     found += _place(seat)
     if wanted.peers:
         tried = meeting.try_peers(seat.others, _PEER_SECONDS)
@@ -154,10 +155,11 @@ def examine(wanted: Config) -> Diagnosis:
 
 def _machine(packages: Sequence[Package], devices: Devices) -> list[Finding]:
     environment = config.environment()
+    chips, extras, plugins = machine.chips(), machine.extras("jax"), machine.plugins()
     return [
         *checkup.check_versions(packages),
         *checkup.check_devices(devices, environment),
-        *checkup.check_chips(machine.chips(), devices, environment, machine.extras("jax")),
+        *checkup.check_chips(chips, devices, environment, extras, plugins),
         *checkup.check_resources(machine.resources()),
         Finding(Level.FINE, "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())),
         *checkup.check_environment(environment),

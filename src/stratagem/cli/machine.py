@@ -22,6 +22,7 @@ _SMI_SECONDS = 15.0
 _TAIL = 3  # Last lines of what a process complained about.
 _NEEDED = ("jax", "keras", "numpy", "rich")
 _LISTENS = "0A"  # In /proc/net/tcp.
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu")
 _GOOGLE = "0x1ae0"
 # As jax/_src/hardware_utils.py has them; that vendor makes network cards too.
 _TPUS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
@@ -114,6 +115,12 @@ def extras(name: str) -> tuple[str, ...]:
         return tuple(importlib.metadata.metadata(name).get_all("Provides-Extra") or ())
     except importlib.metadata.PackageNotFoundError:
         return ()
+
+
+def plugins() -> dict[str, str]:
+    """The installed packages that let JAX use accelerators, and their versions."""
+    found = {name: version(name) for name in _PLUGINS}
+    return {name: got for name, got in found.items() if got is not None}
 
 
 def devices(environment: Mapping[str, str], seconds: float = _PROBE_SECONDS) -> Devices:

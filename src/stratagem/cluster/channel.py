@@ -7,12 +7,18 @@ devices, so that it works while a step runs and when one is stuck. Every wait ha
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from stratagem.errors import PeerTimeoutError
+
+_FIRST_WARNING_SECONDS = 10.0
+_WARNING_SECONDS = 60.0  # between later ones
+
+_log = logging.getLogger("stratagem")
 
 
 class Store(Protocol):
@@ -104,20 +110,14 @@ class Stream:
             return [payload]
         seconds = channel.seconds if seconds is None else seconds
         base = f"{self._prefix}/{turn}"
+        wait = _Wait(channel, base, what, seconds)
         if channel.rank:
             channel.store.set(f"{base}/{channel.rank}", payload)
-            joined = channel.store.get(f"{base}/all", seconds)
-            if joined is None:
-                raise PeerTimeoutError(self._missing(base, what, seconds))
-            return _unpack(joined, channel.size)
-        deadline = time.monotonic() + seconds
+            return _unpack(wait.get(f"{base}/all"), channel.size)
         channel.store.set(f"{base}/0", b"")  # for who asks who is missing
         parts = [payload]
         for rank in range(1, channel.size):
-            part = channel.store.get(f"{base}/{rank}", max(0.001, deadline - time.monotonic()))
-            if part is None:
-                raise PeerTimeoutError(self._missing(base, what, seconds))
-            parts.append(part)
+            parts.append(wait.get(f"{base}/{rank}"))
         channel.store.set(f"{base}/all", _pack(parts))
         self._forget(turn)
         return parts
@@ -130,17 +130,44 @@ class Stream:
                 self._channel.store.delete(f"{base}/{rank}")
             self._channel.store.delete(f"{base}/all")
 
-    def _missing(self, base: str, what: str, seconds: float) -> str:
+
+class _Wait:
+    """The wait of one exchange, with its deadline, and what is said before it passes."""
+
+    def __init__(self, channel: Channel, base: str, what: str, seconds: float):
+        self._channel, self._base, self._what, self._seconds = channel, base, what, seconds
+        self._began = time.monotonic()
+        self._warning = _FIRST_WARNING_SECONDS
+
+    def get(self, key: str) -> bytes:
+        """The value of a key of the exchange, once it is there."""
+        while True:
+            waited = time.monotonic() - self._began
+            until = min(self._warning, self._seconds)
+            value = self._channel.store.get(key, max(0.001, until - waited))
+            if value is not None:
+                return value
+            waited = time.monotonic() - self._began
+            if waited >= self._seconds:
+                raise PeerTimeoutError(
+                    f"Expected all {self._channel.size} processes to agree on {self._what} within "
+                    f"{self._seconds:g} s. {self._missing()} It has ended, is stuck, or runs "
+                    "another program: every process must make the same calls in the same order, "
+                    "also those that only the chief needs."
+                )
+            if waited >= self._warning:
+                self._warning = waited + _WARNING_SECONDS
+                _log.warning(
+                    "Waiting for all processes to agree on %s for %.0f s, up to %g s. %s",
+                    self._what, waited, self._seconds, self._missing(),
+                )  # fmt: skip
+
+    def _missing(self) -> str:
         channel = self._channel
         others = [r for r in range(channel.size) if r != channel.rank]
-        absent = [r for r in others if channel.store.get(f"{base}/{r}", 0.05) is None]
-        return (
-            f"Expected all {channel.size} processes to agree on {what} within {seconds:g} s. "
-            f"Missing: {', '.join(channel.names[r] for r in absent or [0])} (this is "
-            f"{channel.names[channel.rank]}). It has ended, is stuck, or runs another program: "
-            "every process must make the same calls in the same order, also those that only the "
-            "chief needs."
-        )
+        absent = [r for r in others if channel.store.get(f"{self._base}/{r}", 0.05) is None]
+        names = ", ".join(channel.names[r] for r in absent or [0])
+        return f"Missing: {names} (this is {channel.names[channel.rank]})."
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:

@@ -133,6 +133,11 @@ def tf_config_faults(text: str) -> list[str]:
                 tf_config.parse(part)
             except ValueError as error:
                 faults.update(dict.fromkeys(str(error).splitlines()))
+    task = fields.get("task") if isinstance(fields, dict) else None
+    kind = task.get("type") if isinstance(task, dict) else None
+    if isinstance(kind, str) and kind not in roles.TASK_TYPES:  # Wrong in every cluster.
+        named = roles.faults(ClusterSpec({}), kind, None, type_field='TF_CONFIG["task"]["type"]')
+        faults.update(dict.fromkeys(named))
     return list(faults)
 
 
@@ -163,7 +168,9 @@ def check_names(seat: Seat, resolved: Mapping[str, Sequence[str] | str]) -> list
         text = f"{own}, this machine, is {', '.join(addresses)} here, where others cannot reach it"
         do = f"Take the line of {own} with 127.* out of /etc/hosts, or write this machine's IP."
         found.append(Finding(Level.FAULT, what, text, do))
-    return found or [Finding(Level.FINE, what, f"all {len(seat.hosts)} hosts have an address")]
+    return found or [
+        Finding(Level.FINE, what, f"{len(seat.hosts)} of {len(seat.hosts)} have an address")
+    ]
 
 
 def check_own_address(seat: Seat, error: OSError | None, holder: str | None) -> Finding:

@@ -168,8 +168,10 @@ class Member:
         return self._others_wait
 
     def admit(self) -> None:
-        """Lets those that wait join; the change follows. For who is where they can begin."""
+        """Lets those that wait join, and waits for the change. For who is where they can begin."""
         self._send("admit", None)
+        with self._news:
+            self._news.wait_for(lambda: self.has_changed or not self._others_wait)
 
     def joined(self, generation: Generation) -> None:
         """This process computes with the members of a generation from now on."""
@@ -360,7 +362,7 @@ class Member:
             return
         if kind in ("await", "dismiss"):
             with self._news:
-                self._others_wait = kind == "await"
+                self._others_wait = kind == "await" and bool(said["tasks"])
                 self._dismissed = said.get("why", "")
                 self._news.notify_all()
             return

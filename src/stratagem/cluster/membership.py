@@ -180,7 +180,9 @@ class Membership:
     def gone(self, task: str, why: str, now: float) -> list[Effect]:
         """A process is lost, or has ended after `left`."""
         self._seen.pop(task, None)
-        self._waiting.discard(task)
+        if task in self._waiting:
+            self._waiting.discard(task)
+            return [Await(self._in_order(self._waiting))]
         if task in self._left or task not in self.members:
             return []
         self._lost = f"{task} is lost: {why}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +10,8 @@ import jax.numpy as jnp
 
 from stratagem.collectives import cost
 from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import all_reduce_packs, cost_of_packs
+from stratagem.collectives.packs import all_reduce_packs, by_size, cost_of_packs, nbytes_of
 from stratagem.collectives.wire import as_bits, is_one_of, send
-
-_ALONE = 1 << 16  # bytes from which a value is sent by itself: joining it would cost two copies
 
 
 class DoublingAllReduce(CrossDeviceOps):
@@ -38,7 +35,7 @@ class DoublingAllReduce(CrossDeviceOps):
         totals = list(values)
         if axis_size == 1:
             return totals
-        large, small = _by_size(values)
+        large, small = by_size(values)
         for i in large:
             totals[i] = doubling_sum(values[i], axis_name, axis_size)
         sums = all_reduce_packs(
@@ -49,12 +46,12 @@ class DoublingAllReduce(CrossDeviceOps):
         return totals
 
     def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
-        large, small = _by_size(values)
+        large, small = by_size(values)
         total = cost_of_packs(
             [values[i] for i in small], 1, axis_size, lambda n, _, __: cost.doubling(axis_size, n)
         )
         for i in large:
-            total += cost.doubling(axis_size, _nbytes(values[i]))
+            total += cost.doubling(axis_size, nbytes_of(values[i]))
         return total
 
 
@@ -93,13 +90,3 @@ def _settled(x: jax.Array) -> jax.Array:
     if x.dtype.itemsize <= 2:
         return jax.lax.reduce_precision(x, info.nexp, info.nmant)
     return jnp.where(x == x, x, jnp.asarray(jnp.nan, x.dtype))
-
-
-def _by_size(values: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Positions of the values that are sent by themselves, and of those that travel together."""
-    large = [i for i, v in enumerate(values) if _nbytes(v) >= _ALONE]
-    return large, [i for i in range(len(values)) if i not in set(large)]
-
-
-def _nbytes(value: Any) -> int:
-    return math.prod(value.shape) * jnp.dtype(value.dtype).itemsize

@@ -13,6 +13,7 @@ from stratagem.collectives.nccl import NcclAllReduce
 from stratagem.collectives.ring import RingAllReduce
 
 _START_SECONDS = 300.0
+_STEP_SECONDS = 1800.0
 
 
 class CommunicationImplementation(enum.Enum):
@@ -33,9 +34,11 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: an all-reduce of more bytes is made in packs of about this size, one
             after the other; 0 for one pack.
-        timeout_seconds: how long a step may wait for the other processes, and the start for
-            their coming, before an error says who is missing; None for the defaults (the start:
-            300 s; steps: as long as all processes live).
+        timeout_seconds: how long a step may take, waiting for the other processes included, and
+            the start may wait for their coming, before an error says who is missing; None for the
+            defaults (the start: 300 s; a step, with what is done between two: 1800 s). After a
+            minute in a step a warning says who is late. A process that is killed, stopped or out
+            of reach is noticed at once, or after 10 s, whatever the deadline.
         implementation: RING sends messages around a ring of the replicas, NCCL leaves the
             all-reduce to XLA (NCCL on GPUs, Gloo on CPUs), AUTO is NCCL except between processes on
             CPUs, where it sends messages the cheapest way (`AutoAllReduce`).
@@ -92,6 +95,11 @@ class CommunicationOptions:
     def start_seconds(self) -> float:
         """How long to wait for all processes at the start."""
         return _START_SECONDS if self.timeout_seconds is None else self.timeout_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step may take."""
+        return _STEP_SECONDS if self.timeout_seconds is None else self.timeout_seconds
 
     def cross_device_ops(self) -> CrossDeviceOps:
         """What combines the replicas' values."""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from stratagem.collectives.cost import Cost, nothing
 
+_ALONE = 1 << 16  # bytes
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -118,6 +120,21 @@ def cost_of_packs(
     for i, (elements, itemsize) in enumerate(Packing(values, num_packs).sizes):
         total += cost_flat(elements * itemsize, itemsize, i)
     return total
+
+
+def by_size(values: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Positions of the values that had better travel by themselves, and of those that join.
+
+    Every value of an all-reduce costs a fixed time (on CPU some 20 us between devices, 150 us
+    between processes), joining one costs two copies of it.
+    """
+    large = [i for i, v in enumerate(values) if nbytes_of(v) >= _ALONE]
+    return large, [i for i in range(len(values)) if nbytes_of(values[i]) < _ALONE]
+
+
+def nbytes_of(value: Any) -> int:
+    """Bytes of an array, or of anything with a `shape` and a `dtype`."""
+    return math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
 
 
 def check_num_packs(num_packs: Any) -> int:

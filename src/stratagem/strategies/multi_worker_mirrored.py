@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -62,8 +61,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         _check_resolver(resolver)
         self._resolver = resolver
-        stall = math.inf if options.timeout_seconds is None else options.timeout_seconds
-        self.job = runtime.join(resolver, options.start_seconds, stall)
+        self.job = runtime.join(resolver, options.start_seconds, options.step_seconds)
         self.communication_options = options
         config.resolve_devices(None)  # checks the pool
         if self.job is not None:

@@ -32,7 +32,7 @@ def share(strategy: Any, data: bytes, source: int) -> bytes:
     sizes = job.channel.stream("sharing").all_gather(b"%d" % len(mine), "the size of the state")
     size = int(sizes[source])
     words = -(-size // _WORD)
-    chunk = min(_CHUNK, -(-words // _ALIGN) * _ALIGN)
+    chunk = min(_CHUNK, max(1, -(-words // _ALIGN)) * _ALIGN)
     local = len(strategy.local_replicas)
     total = _total(strategy.home)
     received = []

@@ -6,6 +6,7 @@ which the others wait for the replacement.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import stratagem
 import keras
 import numpy as np
 
+faulthandler.register(signal.SIGUSR1, all_threads=False)
 EPOCHS, ROWS, BATCH = 4, 44, 8
 SECONDS = 60.0
 
@@ -55,11 +57,11 @@ class Fate(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        deadline = time.monotonic() + SECONDS
-        while self._step == self._waits and not self._strategy.job.member.others_wait:
+        member, deadline = self._strategy.job.member, time.monotonic() + SECONDS
+        while self._step == self._waits and not (member.others_wait or member.has_changed):
             if time.monotonic() > deadline:
                 raise TimeoutError("no replacement")
-            time.sleep(0.01)
+            time.sleep(0.005)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._step += 1
@@ -101,7 +103,8 @@ def main(folder: Path, rank: int, dies: int, waits: int) -> None:
     strategy = stratagem.MultiWorkerMirroredStrategy()
     index = strategy.cluster_resolver.task_id
     keras.utils.set_random_seed(100 + joins)  # who joins has other values at first
-    fate = Fate(strategy, dies if index == rank and not joins else -1, waits)
+    dies, waits = (-1, -1) if joins else (dies, waits)
+    fate = Fate(strategy, dies if index == rank else -1, waits)
     model, history = train(strategy, [fate, keras.callbacks.EarlyStopping("loss", patience=9)])
     result = {
         "joined": joins,

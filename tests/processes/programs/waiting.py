@@ -1,7 +1,8 @@
 """`fit` on several workers, one of which does something to the others in the middle of it.
 
-Arguments: what ("kill", "stop", "sleep", "raise", "leave", "read", "late" or "go"), the index of the
-worker that does it, and the deadline of a step in seconds (0 for the default).
+Arguments: what ("cut", "kill", "late", "leave", "raise", "read", "sleep", "stop" or "go"), the
+index of the worker that does it, the deadline of a step in seconds (0 for the default), and a
+folder for what a test waits for.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ def oversleep() -> None:
 class Act(keras.callbacks.Callback):
     """Does it before a step."""
 
-    def __init__(self, what: str):
+    def __init__(self, what: str, folder: Path):
         super().__init__()
         self.left = AT
         self.what = what
+        self.folder = folder
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.left -= 1
-        if self.left >= 0:
+        if self.left >= 0 or self.what == "go":
             return
         what, self.what = self.what, "go"
-        if what in ("kill", "stop", "sleep"):
-            print("ACTS", flush=True)  # what a test waits for
+        (self.folder / "acts").touch()
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "stop":
@@ -72,15 +73,18 @@ class Act(keras.callbacks.Callback):
             raise ValueError("no such image: cat.png")
         elif what == "leave":
             sys.exit()
+        elif what == "cut":
+            while not (self.folder / "go-on").exists():
+                time.sleep(0.02)
 
 
-def main(what: str, who: int, seconds: float) -> None:
+def main(what: str, who: int, seconds: float, folder: Path) -> None:
     options = CommunicationOptions(timeout_seconds=seconds or None)
     strategy = stratagem.MultiWorkerMirroredStrategy(communication_options=options)
     mine = strategy.cluster_resolver.task_id == who
     with strategy.scope():
         model, metric = build(), keras.metrics.Mean(name="only_here")
-    weights = train(model, Act(what if mine else "go"))
+    weights = train(model, Act(what if mine else "go", folder))
     if what == "read":
         strategy.run(lambda: metric.update_state(1.0))
         if mine:
@@ -93,4 +97,4 @@ def main(what: str, who: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
