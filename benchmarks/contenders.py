@@ -163,6 +163,6 @@ CASES = {
             Contender(NO_BACKUP, ("backup.py", "none")),
             Contender(BACKUP, ("backup.py", "every-10")),
         ),
-        (Goal(BACKUP, (NO_BACKUP,), 0.9),),
+        (),
     ),
 }

@@ -7,8 +7,11 @@ class StratagemError(Exception):
     """Base of every error that a caller may sensibly handle."""
 
 
-class ReplicaDependentWriteError(StratagemError, RuntimeError):
-    """A step writes a value that differs between replicas to a variable that must stay equal."""
+class ReplicaDependentWriteError(StratagemError, RuntimeError, ValueError):
+    """A step writes a value that differs between replicas to a variable that must stay equal.
+
+    TensorFlow, where it notices, raises ValueError.
+    """
 
 
 class ReplicaBranchError(StratagemError, RuntimeError):

@@ -70,11 +70,12 @@ class PerReplica(DistributedValues):
     known by their `shapes` alone, where everyone knows them.
     """
 
-    __slots__ = ("_shapes", "_stacked")
+    __slots__ = ("_shapes", "_stacked", "dealt")
 
     def __init__(self, values: Sequence[Any], shapes: Sequence[tuple[int, ...]] | None = None):
         super().__init__(values)
         self._stacked: Any = None
+        self.dealt: Any = None  # how to deal it to other replicas, where that is known
         self._shapes = None if shapes is None else tuple(shapes)
 
     @classmethod
@@ -84,6 +85,7 @@ class PerReplica(DistributedValues):
         self._values = None
         self._stacked = stacked
         self._shapes = None
+        self.dealt = None
         return self
 
     @property

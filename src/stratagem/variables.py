@@ -65,8 +65,14 @@ def home(variable: Any) -> Home | None:
 
 
 def is_on_read(variable: Any) -> bool:
-    """True when each replica keeps a component of its own."""
-    return variable.synchronization == "on_read"
+    """True when each replica keeps a component of its own, if only within a step.
+
+    A central variable that nothing aggregates is one value, which no component can change.
+    """
+    if variable.synchronization != "on_read":
+        return False
+    where = home(variable)
+    return where is None or not where.strategy.central or variable.aggregation != "none"
 
 
 def is_statistic(variable: Any) -> bool:
@@ -131,8 +137,8 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
     """
     variable._stratagem_home = Home(strategy, user_line())
     value = variable._value
-    # Of one replica that others may join too.
-    if is_on_read(variable) and (strategy.num_replicas_in_sync > 1 or strategy.keeps_state):
+    several = strategy.num_replicas_in_sync > 1 or strategy.keeps_state  # others may join
+    if is_on_read(variable) and several and not strategy.central:
         variable.__dict__.pop("_value")
         variable.__class__ = _on_read_class(variable.__class__)
         if value is not None and created:

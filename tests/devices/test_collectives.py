@@ -260,9 +260,20 @@ class TestNccl:
         real = jax.lax.psum
         monkeypatch.setattr(jax.lax, "psum", lambda x, axis: (calls.append(x), real(x, axis))[1])
         all_reduce(NcclAllReduce(), 2).lower(*whole_numbers(2))
-        assert [len(x) for x in calls] == [len(MIXED)]
+        assert [len(x) for x in calls] == [len({dtype for _, dtype in MIXED})]
 
-    @pytest.mark.parametrize(("num_packs", "expected"), [(0, 3), (1, 3), (2, 4), (100, 43)])
+    def test_a_large_value_is_not_copied_to_join_others(self, monkeypatch):
+        calls = []
+        real = jax.lax.psum
+        monkeypatch.setattr(jax.lax, "psum", lambda x, axis: (calls.append(x), real(x, axis))[1])
+        values = [jnp.ones((2, n)) for n in (3, 1 << 15, 4)]
+        sums = all_reduce(NcclAllReduce(), 2)(*values)
+        assert [[v.shape for v in x] for x in calls] == [[(7,), (1 << 15,)]]
+        assert [s.shape for s in sums] == [v.shape for v in values]
+        assert all((s == 2).all() for s in sums)
+
+    # One pack: two joined for a dtype.
+    @pytest.mark.parametrize(("num_packs", "expected"), [(0, 3), (1, 2), (2, 4), (100, 43)])
     def test_num_packs_in_the_traced_program(self, num_packs, expected):
         values = [jnp.ones((2, 40)), jnp.ones((2, 1)), jnp.ones((2, 2), jnp.int32)]
         text = all_reduce(NcclAllReduce(num_packs), 2).lower(*values).as_text()

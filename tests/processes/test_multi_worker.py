@@ -51,6 +51,27 @@ def test_variables(results):
         assert worker["spread"] == [8 / (2 * local)] * local
 
 
+def test_datasets(results):
+    workers, local = results
+    first, second = (worker["datasets"] for worker in workers)
+
+    def rows(steps):
+        return [[row for part in step for row in part] for step in steps]
+
+    assert rows(first["even"])[0] + rows(second["even"])[0] == list(range(8))  # row 49
+    assert rows(first["even"])[1] + rows(second["even"])[1] == list(range(8, 14))
+    assert rows(first["uneven"])[1] + rows(second["uneven"])[1] == [8]
+    assert rows(second["uneven"])[1] == []
+    assert all(len(step) == local for step in first["even"])
+    # Row 50: worker 0 has run out, and takes part with nothing.
+    assert [sum(step, []) for step in second["from_function"]] == (
+        [[0], [1, 2], [3]] if local == 1 else [[0, 1, 2], [3]]
+    )
+    assert [sum(step, []) for step in first["from_function"]] == (
+        [[0, 1], [], []] if local == 1 else [[0, 1], []]
+    )
+
+
 def test_custom_loop_gives_the_result_of_one_device(results):
     workers, _ = results
     # Computed by hand with NumPy: SGD with momentum on the mean of the squares.

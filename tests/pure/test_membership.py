@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.cluster.membership import Announce, Beat, End, Membership, Refuse, Terms, Warn
+from stratagem.cluster.membership import (
+    Announce,
+    Await,
+    Beat,
+    Dismiss,
+    End,
+    Membership,
+    Refuse,
+    Terms,
+    Warn,
+)
 from stratagem.cluster.regroup import Progress, progress
 
 ALL = ("chief 0", "worker 0", "worker 1")
@@ -31,15 +41,47 @@ def test_enough_survivors_go_on_in_the_order_of_their_ranks():
     assert members.gone("worker 0", "x", 7.0) == []
 
 
-def test_a_replacement_joins_and_gets_its_old_rank():
+def test_a_replacement_waits_until_a_member_admits_it_and_gets_its_old_rank():
     members = start(min_workers=2)
     members.gone("chief 0", "x", 5.0)
-    assert members.hello("chief 0", 0, Terms(), 9.0) == [Announce(ALL, "chief 0 joins")]
+    assert members.hello("chief 0", 0, Terms(), 9.0) == [Await(("chief 0",))]
+    assert members.admit(10.0) == [Announce(ALL, "chief 0 joins")]
+    assert members.admit(10.0) == [Await(())]
 
 
-def test_a_task_that_comes_back_before_its_end_was_seen_is_a_change():
+def test_a_replacement_that_is_lost_while_it_waits_is_not_admitted():
+    members = start(min_workers=1)
+    members.gone("chief 0", "x", 5.0)
+    members.hello("chief 0", 0, Terms(), 9.0)
+    assert members.gone("chief 0", "y", 9.5) == [Await(())]
+    assert members.admit(10.0) == [Await(())]
+
+
+def test_who_still_waits_is_told_to_the_members_after_a_loss():
+    members = start(min_workers=1)
+    members.gone("chief 0", "x", 5.0)
+    members.hello("chief 0", 0, Terms(), 9.0)
+    announced, awaited = members.gone("worker 0", "y", 9.5)
+    assert announced == Announce(("worker 1",), "worker 0 is lost: y")
+    assert awaited == Await(("chief 0",))
+    (end,) = members.gone("worker 1", "z", 9.9)
+    assert end == End("all others were lost before the replacement could join")
+
+
+def test_a_replacement_is_not_needed_when_all_have_ended():
+    members = start(min_workers=1)
+    members.gone("chief 0", "x", 5.0)
+    members.hello("chief 0", 0, Terms(), 9.0)
+    assert members.left("worker 0") == []
+    assert members.left("worker 1") == [Dismiss(("chief 0",), "training has ended")]
+
+
+def test_a_task_that_comes_back_before_its_end_was_seen_was_lost():
     members = start(min_workers=2)
-    assert members.hello("worker 1", 2, Terms(), 9.0) == [Announce(ALL, "worker 1 joins")]
+    why = "worker 1 is lost: it was started again"
+    expected = [Announce(ALL[:2], why), Await(("worker 1",))]
+    assert members.hello("worker 1", 2, Terms(), 9.0) == expected
+    assert members.admit(9.5) == [Announce(ALL, "worker 1 joins")]
 
 
 def test_too_few_survivors_end_or_wait_for_a_replacement():
@@ -56,8 +98,11 @@ def test_too_few_survivors_end_or_wait_for_a_replacement():
 def test_a_replacement_in_time_ends_the_wait():
     members = start(min_workers=3, wait_for_replacement=30)
     members.gone("worker 0", "x", 5.0)
-    assert members.hello("worker 0", 1, Terms(), 20.0) == [Announce(ALL, "worker 0 joins")]
+    # They go on to where it can begin.
+    expected = [Announce(("chief 0", "worker 1"), "worker 0 is there"), Await(("worker 0",))]
+    assert members.hello("worker 0", 1, Terms(), 20.0) == expected
     assert members.tick(29.0) == []
+    assert members.admit(29.0) == [Announce(ALL, "worker 0 joins")]
 
 
 def test_who_says_goodbye_is_not_lost():

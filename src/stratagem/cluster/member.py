@@ -169,9 +169,15 @@ class Member:
 
     def admit(self) -> None:
         """Lets those that wait join, and waits for the change. For who is where they can begin."""
+        with self._news:
+            self._others_wait = True  # another process may have heard it before this one
         self._send("admit", None)
         with self._news:
             self._news.wait_for(lambda: self.has_changed or not self._others_wait)
+
+    def give_up(self, why: str) -> None:
+        """Ends this process, which cannot go on with others, as if a peer were lost."""
+        self._end(why, False)
 
     def joined(self, generation: Generation) -> None:
         """This process computes with the members of a generation from now on."""
@@ -312,7 +318,7 @@ class Member:
     def _watch(self) -> None:
         """In a thread: beats, and hears what the service says."""
         self._line.settimeout(_BEAT_SECONDS)
-        buffer, heard = self._received, time.monotonic()
+        buffer, silence = self._received, 0.0
         while True:
             with self._news:
                 beat = Beat(
@@ -326,7 +332,8 @@ class Member:
             try:
                 data = self._line.recv(1 << 16)
             except TimeoutError:
-                if (silence := time.monotonic() - heard) < self.terms.silence_seconds:
+                silence += _BEAT_SECONDS  # By no clock: this process may have been stopped itself.
+                if silence < self.terms.silence_seconds:
                     continue
                 self._end(
                     f"{self.task}: no sign of life from the job's coordination service at "
@@ -337,7 +344,7 @@ class Member:
                 return
             except OSError:
                 data = b""
-            heard = time.monotonic()
+            silence = 0.0
             if self._closed:
                 return
             if not data:

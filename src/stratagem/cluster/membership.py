@@ -149,7 +149,7 @@ class Membership:
     def admit(self, now: float) -> list[Effect]:
         """A member is where the tasks that wait can begin."""
         if not self._waiting or not self.members:
-            return []
+            return [Await(())]
         joining, self._waiting = self._waiting, set()
         return self._go_on({*self.members, *joining}, f"{self._names(joining)} joins", now)
 

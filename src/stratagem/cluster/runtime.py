@@ -137,16 +137,22 @@ class Job:
         """`Member.run`, once this process has joined."""
         return step() if self._member is None else self._member.run(step, doing)
 
-    def together(self, work: Callable[[], T], again: Callable[[T], None] | None = None) -> T:
+    def together(
+        self,
+        work: Callable[[], T],
+        again: Callable[[T], None] | None = None,
+        give: Callable[[], bytes] | None = None,
+    ) -> T:
         """Does what every process does in the same order; see `Lockstep.unit`.
 
         Args:
             work: may be done several times.
             again: what to do where others have to do it once more; None does `work`.
+            give: what a process that joins before it needs.
         """
         if self.lockstep is None:
             return work()
-        return self.lockstep.unit(work, again or (lambda _: work() and None))
+        return self.lockstep.unit(work, again or (lambda _: work() and None), give)
 
     def close(self, error: str | None = None) -> None:
         """Says goodbye; the error that ends this program, if one does."""

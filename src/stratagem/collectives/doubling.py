@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stratagem.collectives import cost
 from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import all_reduce_packs, by_size, cost_of_packs, nbytes_of
+from stratagem.collectives.packs import SmallJoined, by_size, cost_of_packs, nbytes_of
 from stratagem.collectives.wire import as_bits, is_one_of, send
 
 
@@ -32,18 +32,10 @@ class DoublingAllReduce(CrossDeviceOps):
         self, values: Sequence[jax.Array], axis_name: str, axis_size: int
     ) -> list[jax.Array]:
         check_all_reduce(self, values, axis_name, axis_size)
-        totals = list(values)
         if axis_size == 1:
-            return totals
-        large, small = by_size(values)
-        for i in large:
-            totals[i] = doubling_sum(values[i], axis_name, axis_size)
-        sums = all_reduce_packs(
-            [values[i] for i in small], 1, lambda x, _: doubling_sum(x, axis_name, axis_size)
-        )
-        for i, total in zip(small, sums, strict=True):
-            totals[i] = total
-        return totals
+            return list(values)
+        joined = SmallJoined(values)
+        return joined.parted([doubling_sum(x, axis_name, axis_size) for x in joined.sent])
 
     def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
         large, small = by_size(values)

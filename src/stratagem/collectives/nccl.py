@@ -9,7 +9,7 @@ import jax
 
 from stratagem.collectives import cost
 from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import Packing, by_size, check_num_packs, cost_of_packs
+from stratagem.collectives.packs import Packing, SmallJoined, check_num_packs, cost_of_packs
 
 
 class NcclAllReduce(CrossDeviceOps):
@@ -20,9 +20,10 @@ class NcclAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: 1 hands XLA all values at once, the small ones of a dtype joined in one array.
-            `k > 1` copies the values of a dtype into `k` flat packs with one `psum` each; 0 is one `psum` for each value. XLA may
-            join `psum`s that do not depend on each other into one all-reduce again (on CPU it
-            always does), so a figure other than 1 is a wish, for platforms with a limit to it.
+            `k > 1` copies the values of a dtype into `k` flat packs with one `psum` each; 0 is one
+            `psum` for each value. XLA may join `psum`s that do not depend on each other into one
+            all-reduce again (on CPU it always does), so a figure other than 1 is a wish, for
+            platforms with a limit to it.
 
     Raises:
         ValueError: if `num_packs` is negative.
@@ -40,7 +41,8 @@ class NcclAllReduce(CrossDeviceOps):
         if self.num_packs == 0:
             return [jax.lax.psum(value, axis_name) for value in values]
         if self.num_packs == 1:
-            return _sum_together(values, axis_name)
+            joined = SmallJoined(values)
+            return joined.parted(jax.lax.psum(joined.sent, axis_name))
         packing = Packing(values, self.num_packs)
         return packing.unflatten([jax.lax.psum(x, axis_name) for x in packing.flatten(values)])
 
@@ -48,13 +50,3 @@ class NcclAllReduce(CrossDeviceOps):
         return cost_of_packs(
             values, self.num_packs, axis_size, lambda n, _, __: cost.lower_bound(axis_size, n)
         )
-
-
-def _sum_together(values: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
-    large, small = by_size(values)
-    packing = Packing([values[i] for i in small], 1)
-    packs = packing.flatten([values[i] for i in small])
-    sums = list(jax.lax.psum([*packs, *(values[i] for i in large)], axis_name))
-    totals = dict(zip(small, packing.unflatten(sums[: len(packs)]), strict=True))
-    totals |= zip(large, sums[len(packs) :], strict=True)
-    return [totals[i] for i in range(len(values))]

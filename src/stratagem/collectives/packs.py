@@ -122,6 +122,31 @@ def cost_of_packs(
     return total
 
 
+class SmallJoined:
+    """Values of which the small ones of a dtype travel in one array; see `by_size`.
+
+    Args:
+        values: arrays of any shapes.
+
+    Attributes:
+        sent: what to send instead of them.
+    """
+
+    def __init__(self, values: Sequence[jax.Array]):
+        self._large, self._small = by_size(values)
+        small = [values[i] for i in self._small]
+        self._packing = Packing(small, 1)
+        self._packs = self._packing.flatten(small)
+        self.sent = [*self._packs, *(values[i] for i in self._large)]
+
+    def parted(self, sums: Sequence[jax.Array]) -> list[jax.Array]:
+        """The sums of the values, of the sums of what was sent."""
+        count = len(self._packs)
+        totals = dict(zip(self._small, self._packing.unflatten(sums[:count]), strict=True))
+        totals |= zip(self._large, sums[count:], strict=True)
+        return [totals[i] for i in range(len(totals))]
+
+
 def by_size(values: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Positions of the values that had better travel by themselves, and of those that join.
 

@@ -62,6 +62,7 @@ class DealFeed:
         places: where to iterate each source.
     """
 
+    follows = False  # other workers' data is out of reach
     policy = AutoShardPolicy.OFF  # who made the sources has shared the data out already
 
     def __init__(

@@ -14,7 +14,7 @@ from stratagem.cluster.runtime import Job
 from stratagem.data.placement import Placement
 from stratagem.data.policy import AutoShardPolicy
 from stratagem.data.workers import Workers
-from stratagem.errors import OutOfRangeError, ReadInsideProgramError
+from stratagem.errors import GroupChangedError, OutOfRangeError, ReadInsideProgramError
 
 logger = logging.getLogger("stratagem")
 
@@ -72,6 +72,10 @@ class Feed(Protocol):
     @property
     def how(self) -> str:
         """In words, for the log."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it can go on with other workers in the middle of a step, asking none of them."""
 
     def steps(self) -> Steps:
         """Starts a pass. Raises at once when no pass is possible."""
@@ -287,6 +291,25 @@ class DistributedDataset:
         iterator = DistributedIterator(self, self._feed)
         self._latest = iterator._progress
         return iterator
+
+    def follow(self, mesh: Mesh, job: Job) -> None:
+        """Deals what follows to the processes that there are now, also of passes that have begun.
+
+        Where some have begun a step that others have not: so none is asked.
+
+        Raises:
+            GroupChangedError: workers have data of their own, and a lost one's is out of reach.
+        """
+        feed = self._feed
+        if not feed.follows:
+            raise GroupChangedError(
+                "Expected datasets whose global batches every worker can read, to go on after a "
+                f"change of the workers. Got policy {feed.policy.name}, {feed.how}: what a lost "
+                "worker had not read is out of reach. Use experimental_distribute_dataset with "
+                "policy DATA; or restart from a backup, which the launcher does without "
+                "--min-workers."
+            )
+        feed.redistribute(Placement(mesh, to_device=feed.placement.to_device), Workers(job))
 
     @property
     def cardinality(self) -> int | float | None:

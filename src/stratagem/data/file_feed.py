@@ -52,6 +52,7 @@ class FileFeed:
         choose: makes the feed for other workers.
     """
 
+    follows = False  # other workers' data is out of reach
     policy = AutoShardPolicy.FILE
     cardinality: int | float | None = None  # nobody knows all files
 

@@ -42,6 +42,7 @@ class Placement:
             raise ValueError(
                 f"Expected a mesh with the one axis 'replica'. Got axes {mesh.axis_names}."
             )
+        self.mesh = mesh
         self.num_replicas = mesh.devices.size
         self.local = local_replicas(mesh)
         self.devices: tuple[jax.Device, ...] = tuple(mesh.devices.flat[i] for i in self.local)

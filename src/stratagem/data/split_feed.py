@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from stratagem.data.adapt import Source
+from stratagem.data.anew import Dealt
 from stratagem.data.batch import Element, check_structure, read_batch
 from stratagem.data.distributed_dataset import Feed, Step, log_first_step
 from stratagem.data.placement import Placement
@@ -50,6 +51,11 @@ class SplitFeed:
             self.how += ", each worker reads its own"
         elif workers.count > 1:
             self.how += ", each worker reads all and keeps its own"
+
+    @property
+    def follows(self) -> bool:
+        """As `Feed`: every worker can produce every batch."""
+        return self.choose is None
 
     def steps(self) -> SplitSteps:
         """Starts a pass; a one-shot source refuses a second one here."""
@@ -100,6 +106,11 @@ class SplitSteps(Iterator[Step]):
             feed.workers.check_same(identify())
         leaves, treedef = read(slice(slices[local[0]].start, slices[local[-1]].stop))
         parts = [feed.placement.split_own(leaf, counts) for leaf in leaves]
+        if feed.workers.may_change:
+            mesh = feed.placement.mesh
+            parts = [
+                Dealt(mesh, count, read, i, feed.rule).attach(part) for i, part in enumerate(parts)
+            ]
         shown: tuple[Any, ...] = ()
         if self._structure is None:
             self._structure = treedef

@@ -29,6 +29,8 @@ class Workers:
     def __init__(self, job: Job | None):
         self.count = 1 if job is None else job.size
         self.index = 0 if job is None else job.rank
+        self.may_change = job is not None and job.may_change
+        self._job = job
         self._channel = None if job is None else job.channel
         if self._channel is not None:
             numbers = _made.setdefault(self._channel, itertools.count())
@@ -36,9 +38,19 @@ class Workers:
         self._passes = itertools.count()
 
     def check_same(self, seen: str) -> None:
-        """Refuses to go on when the workers do not see the same first batch; see below."""
-        if self._channel is not None:
-            check_same_batch(self._channel, self._name, seen)
+        """Refuses to go on when the workers do not see the same first batch; see below.
+
+        Once they have changed they are not compared: who has joined begins in the middle.
+        """
+        job = self._job
+        if job is None:
+            return
+
+        def check() -> None:
+            if not job.has_changed:
+                check_same_batch(job.channel, self._name, seen)
+
+        job.together(check)
 
     def exchange(self) -> Exchange:
         """For the next pass over the dataset. Every process calls it."""

@@ -106,16 +106,20 @@ class _Batches(Iterator[Any]):
         self.set_state = elements.set_state
 
     def __next__(self) -> Any:
-        return jax.tree.map(_global, next(self._elements), is_leaf=is_distributed)
+        return jax.tree.map(as_global, next(self._elements), is_leaf=is_distributed)
 
 
-def _global(leaf: Any) -> Any:
+def as_global(leaf: Any) -> Any:
+    """A PerReplica value as what Keras can ask for its whole shape."""
     if not isinstance(leaf, PerReplica):
         return leaf
     stacked = leaf.stacked
     if stacked is None:
-        return GlobalBatch(leaf.values, leaf.shapes)
-    return GlobalBatch.from_stacked(stacked)
+        value = GlobalBatch(leaf.values, leaf.shapes)
+    else:
+        value = GlobalBatch.from_stacked(stacked)
+    value.dealt = leaf.dealt
+    return value
 
 
 def join(leaf: Any, strategy: Any) -> Any:

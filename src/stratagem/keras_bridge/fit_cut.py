@@ -29,6 +29,11 @@ class FitCut(FitObserver):
     the other callbacks remember.
     """
 
+    def set_model(self, model: Any) -> None:
+        """Keeps the model: to read `self.model` takes the state out of the loop of `fit`."""
+        super().set_model(model)
+        self._fitted = model
+
     def _begin(self, feed: Feed) -> None:
         """What belongs to one call of `fit`."""
         self._feed = feed
@@ -54,7 +59,7 @@ class FitCut(FitObserver):
         self._epoch, self._batch = epoch + 1, 0
 
     def _groups(self) -> dict[str, list[Any]]:
-        return state.collect(model=self.model)
+        return state.collect(model=self._fitted)
 
     def _facts(self) -> dict[str, Any]:
         """What all processes say alike."""
@@ -62,7 +67,7 @@ class FitCut(FitObserver):
             "epoch": self._epoch,
             "batch": self._batch,
             "step": self._step,
-            "stopped": bool(self.model.stop_training),
+            "stopped": bool(self._fitted.stop_training),
         }
         return {"fit": fit, "callbacks": _memories(self._feed.callbacks)}
 
@@ -98,8 +103,8 @@ class FitCut(FitObserver):
         self._feed.resume(process["position"], process["random"], self._batch)
         # After a `stop_training` there is no epoch to go on with.
         epochs = self.params["epochs"]
-        self.model._initial_epoch = epochs if cut.facts["fit"]["stopped"] else self._epoch
-        self._feed.stack.callback(setattr, self.model, "_initial_epoch", None)
+        self._fitted._initial_epoch = epochs if cut.facts["fit"]["stopped"] else self._epoch
+        self._feed.stack.callback(setattr, self._fitted, "_initial_epoch", None)
 
     def _restore(self, cut: Cut) -> None:
         cut.apply(self._groups())

@@ -21,7 +21,7 @@ from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
 from stratagem.keras_bridge import backup, workers
-from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, join
+from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, as_global, join
 from stratagem.keras_bridge.handover import value_from
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.same_batches import SameBatches
@@ -283,6 +283,7 @@ class ModelStep:
 
     def _deal(self, batch: Any) -> tuple[tuple[int, ...], Any]:
         """Rows that each replica gets of this batch, and their values."""
+        batch = jax.tree.map(self._current, batch)
         dealt = next((x for x in jax.tree.leaves(batch) if isinstance(x, GlobalBatch)), None)
         if dealt is not None and dealt.rows[0]:
             return dealt.rows, batch
@@ -295,6 +296,13 @@ class ModelStep:
         slices = row_slices(rows)
         placement = Placement(self._strategy.mesh, to_device=not self._strategy.described)
         return rows, jax.tree.map(lambda x: placement.split(_array(x), slices), batch)
+
+    def _current(self, leaf: Any) -> Any:
+        """A part of a batch, dealt anew where the processes have changed since."""
+        if not isinstance(leaf, GlobalBatch):
+            return leaf
+        now = self._strategy.current(leaf)
+        return leaf if now is leaf else as_global(now)
 
     def _rows(self, batch: Any) -> tuple[int, ...]:
         """Rows that each replica gets of a batch that is whole."""

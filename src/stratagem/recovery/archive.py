@@ -114,11 +114,13 @@ class Archive:
         Raises:
             BackupError: it cannot; on every process.
         """
-        self.peers.together(lambda: self._on_chief(self.storage.check_writable))
+        if not self.peers.is_waiting:  # the others write there now
+            self.peers.together(lambda: self._on_chief(self.storage.check_writable))
 
     def save(
         self, groups: Groups, facts: Mapping[str, Any], process: Any = None,
         arrays: Mapping[str, np.ndarray] | None = None, name: str | None = None,
+        give: Callable[[], bytes] | None = None,
     ) -> Path:  # fmt: skip
         """Takes a cut, and begins to write it.
 
@@ -130,20 +132,25 @@ class Archive:
             process: what this process says of itself, as JSON can hold it.
             arrays: more arrays, the same on all processes, by names without a slash.
             name: instead of the prefix and the next number.
+            give: what a process that joins here needs; None where none can.
 
         Returns:
             Where it will be, on the chief.
         """
 
         def gather() -> list[Any]:
-            return self.peers.gather(process, "what a backup holds of each process")
+            waits = give is not None and self.peers.others_wait
+            said = self.peers.gather([process, waits], "what a backup holds of each process")
+            if any(waits for _, waits in said):
+                self.peers.admit()
+            return [process for process, _ in said]
 
         def take() -> tuple[list[Any], dict[str, np.ndarray], Any]:
             processes = gather()
             cut = {**state.snapshot(groups), **(arrays or {})}
             return processes, cut, described(state.entries(groups))
 
-        processes, cut, about = self.peers.together(take, lambda _: gather() and None)
+        processes, cut, about = self.peers.together(take, lambda _: gather() and None, give)
         if not self.peers.is_chief:
             return self.storage.directory
         try:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.recovery import randomness, state
-from stratagem.recovery.archive import Archive
+from stratagem.recovery.archive import Archive, Cut
 from stratagem.recovery.peers import Peers
 from stratagem.recovery.position import Pass
+from stratagem.recovery.state import mine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +104,28 @@ class Backup:
         run = None if self._pass is None or self._pass.ended else self._pass
         random = randomness.get_state() if run is None else run.random_state()
         process = {"random": random, "pass": None if run is None else run.position()}
-        self._archive.save(self._groups(), facts, process)
+        self._save(facts, process)
+
+    def _save(self, facts: dict[str, Any], process: Any) -> None:
+        groups = self._groups()
+
+        def give() -> bytes:
+            return Cut.of_this_process(groups, facts, process, {}, mine).packed()
+
+        self._archive.save(groups, facts, process, give=give)
 
     def restore(self) -> Restored:
         """Gives everything the values of the newest backup that is sound; none: changes nothing.
 
-        A damaged one is passed over with a RuntimeWarning.
+        A damaged one is passed over with a RuntimeWarning. A process that replaces a lost one
+        waits for the next `save` of the others, and gets what they hold then, from memory.
 
         Raises:
             BackupError: all are damaged.
             BackupMismatchError: it is of other variables; lists every difference.
         """
-        cut = self._archive.load()
+        joins = self._archive.peers.is_waiting
+        cut = self._joined() if joins else self._archive.load()
         if cut is None:
             return Restored()
         groups = self._groups()
@@ -125,7 +136,21 @@ class Backup:
         if process["pass"] is not None:
             self._resumed = process["pass"], process["random"]
         facts = cut.facts
+        if joins:  # the others are in their `save`
+            self._save(facts, process)
+            return Restored(facts["step"], facts["epoch"], facts["state"])
         return Restored(facts["step"], facts["epoch"], facts["state"], cut.path)
+
+    def _joined(self) -> Cut:
+        """What the others hold at their next `save`, in which this process joins them."""
+        cut = Cut.unpacked(self._archive.peers.enter())
+        if "step" not in cut.facts:
+            raise RuntimeError(
+                "Expected the other processes in stratagem.train.Backup.save, where this one can "
+                "join, in the place of a lost one. Got them in a step of fit. Make every process of "
+                "the job run the same program."
+            )
+        return cut
 
     def wait(self) -> None:
         """Returns when the last backup is written.

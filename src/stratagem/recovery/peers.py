@@ -48,12 +48,45 @@ class Peers:
         return self._job is None or self._job.is_chief
 
     @property
-    def _stream(self) -> Stream | None:
-        return None if self._job is None else self._job.channel.stream(self._name)
+    def is_waiting(self) -> bool:
+        """Whether this process has not joined the others yet."""
+        return self._job is not None and self._job.is_waiting
 
-    def together(self, work: Callable[[], T], again: Callable[[T], None] | None = None) -> T:
+    @property
+    def others_wait(self) -> bool:
+        """Whether processes wait to be admitted, as far as this one knows."""
+        return self._job is not None and self._job.may_change and self._job.member.others_wait
+
+    def admit(self) -> None:
+        """Lets them join, as all processes do at this place.
+
+        Raises:
+            GroupChangedError: they do; see `Lockstep.unit`.
+        """
+        if self._job is not None:
+            self._job.member.admit()
+            self._job.member.raise_if_changed()
+
+    def enter(self) -> bytes:
+        """Joins the others; what they `give`."""
+        if self._job is None or self._job.lockstep is None:
+            raise RuntimeError("Expected a strategy before a backup. Got none: create it first.")
+        return self._job.lockstep.enter()
+
+    @property
+    def _stream(self) -> Stream | None:
+        if self._job is None or self._job.is_waiting:
+            return None
+        return self._job.channel.stream(self._name)
+
+    def together(
+        self,
+        work: Callable[[], T],
+        again: Callable[[T], None] | None = None,
+        give: Callable[[], bytes] | None = None,
+    ) -> T:
         """Does what consists of several exchanges, all of it again where processes are lost."""
-        return work() if self._job is None else self._job.together(work, again)
+        return work() if self._job is None else self._job.together(work, again, give)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """The values of all processes, by rank; JSON can hold them.

@@ -27,7 +27,11 @@ def write(variable: Any, value: Any) -> Any:
     proves that it is the same on all replicas. On-read variables keep their component.
     """
     frame = context.current()
-    if frame.strategy.num_replicas_in_sync == 1 or frame.trace.synchronized:
+    if frame.strategy.num_replicas_in_sync == 1:
+        return value
+    # `update` may change a central variable that synchronises on read.
+    shared = frame.strategy.central and frame.replica is None and variables.is_on_read(variable)
+    if frame.trace.synchronized and not shared:
         return value
     if variables.is_on_read(variable):
         if frame.replica is None:
@@ -49,7 +53,7 @@ def add(variable: Any, delta: Any) -> Any | None:
     if frame.strategy.num_replicas_in_sync == 1 or frame.trace.synchronized:
         return None
     if variables.is_on_read(variable):
-        if frame.replica is not None:
+        if frame.replica is not None or frame.strategy.central:
             return None
         if variables.read_aggregation(variable) == "sum":
             raise ValueError(variables.no_cross_replica_add(variable))
@@ -108,7 +112,7 @@ def _spread_local(variable: Any, value: Any, frame: context.Frame) -> Any:
 
 
 def local_start(variable: Any, aggregate: Any, strategy: Any) -> Any:
-    """This replica's component at the start of a `fit` step, from the aggregate that fit keeps.
+    """This replica's component at the start of a step, from the aggregate that is kept between.
 
     A sum starts from the whole aggregate on replica 0 and from zero elsewhere, so that adding up
     the components at the end of the step rounds as one device would.
@@ -122,7 +126,7 @@ def local_start(variable: Any, aggregate: Any, strategy: Any) -> Any:
 def close(
     closed: ClosedJaxpr, accumulators: Sequence[tuple[Any, Any]], frame: context.Frame
 ) -> Any:
-    """Combines the metrics of a `fit` step where each takes its last value.
+    """Combines the on-read variables that a step writes where each takes its last value.
 
     What reads a metric after its last update (the logs) then sees the value of all replicas, and
     the combination travels in the same fused all-reduce as the gradients.

@@ -179,7 +179,9 @@ def check(program: Program, inputs: Sequence[bool]) -> None:
     offenders = [
         program.variables[i]
         for i, out in zip(program.written, outs, strict=True)
-        if not isinstance(out, Literal) and state[out] and not _varies(program.variables[i])
+        if not isinstance(out, Literal)
+        and state[out]
+        and (program.aggregated or not _varies(program.variables[i]))
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))

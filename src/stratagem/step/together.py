@@ -9,6 +9,14 @@ from typing import Any
 def in_step(executor: Any, strategy: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What `Executor.__call__` does, on a strategy of several processes."""
     last: Any = None
+    if strategy.job.is_waiting:
+        raise RuntimeError(
+            "Expected this process, which replaces a lost one, to get the state of the training "
+            "from the others before its first step: in a call of fit, or by "
+            "stratagem.train.Backup.restore() in a loop of its own. Got strategy.run or a "
+            "stratagem.function before. Restore first; without a Backup leave out "
+            "--wait-for-replacement, and the others go on without this process."
+        )
 
     def work() -> Any:
         nonlocal last

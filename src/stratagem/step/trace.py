@@ -164,8 +164,8 @@ class Program:
         out_tree: structure of the function's result.
         out_leaves: for each leaf, ("static", object), ("local", None) or ("shared", None).
         rows: the row class that it was traced for.
-        aggregated: on-read variables enter and leave as their aggregate (`fit`), not as
-            components.
+        aggregated: on-read variables enter and leave as their aggregate (in `fit`, and of central
+            variables), not as components.
         checks: what the flags are of that step/numerics.py added as the last result, if it did.
     """
 
@@ -253,7 +253,7 @@ def _attempt(
 ) -> Program:
     state = list(facts.variables.values())
     current = Trace(strategy, facts, rows)
-    aggregated = rows.weight is not None
+    aggregated = rows.weight is not None or strategy.central
     found: dict[str, Any] = {}
 
     def program(state_values: list[Any], arguments: list[Any]) -> Any:

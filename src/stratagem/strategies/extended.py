@@ -59,6 +59,8 @@ class Extended:
             finally:
                 trace.synchronized -= 1
             return result
+        if self.central:  # one variable, one update
+            return result if group else (result,)
         parts = (result,) * self.num_replicas_in_sync
         return Mirrored(parts) if group and not self._one else parts if not group else result
 
@@ -70,7 +72,7 @@ class Extended:
             )
         if context.current().trace is None:  # else the finished trace sees to it
             variables.adopt_all([var], self)
-        if variables.is_on_read(var) and not self._one:
+        if variables.is_on_read(var) and not self._one and not self.central:
             raise ValueError(
                 f"Expected a mirrored variable to update. Got {variables.describe(var)}, whose "
                 "components need not be equal. Write it inside strategy.run, or assign its "

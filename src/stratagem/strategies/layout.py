@@ -27,6 +27,7 @@ class Layout:
 
     job: Any = None  # the processes that train together, where there are several
     keeps_state = False  # True where a step may fail, and its inputs must survive it
+    central = False  # True where variables live once, on a device that need not be a replica's
     _ops: CrossDeviceOps
 
     def _lay_out(self, devices: Sequence[jax.Device]) -> None:
@@ -96,6 +97,10 @@ class Layout:
     def place_first(self, value: Any) -> jax.Array:
         """`place` for a new variable: where processes disagree, the chief's value is taken."""
         return self.place(value)
+
+    def current(self, value: Any) -> Any:
+        """A part of a batch, dealt anew where the processes have changed since it was dealt."""
+        return value
 
     def join_arguments(self, arguments: Any, shared: bool) -> Any:
         """What a call's arguments are in the whole job. One process knows them all.

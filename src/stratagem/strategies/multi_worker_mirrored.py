@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from stratagem.cluster.abstract import ClusterResolver
 from stratagem.cluster.lockstep import Lockstep
 from stratagem.cluster.tf_config import TFConfigClusterResolver
 from stratagem.collectives.options import CommunicationOptions
-from stratagem.errors import JobMismatchError, UnevenShapesError
+from stratagem.errors import GroupChangedError, JobMismatchError, UnevenShapesError
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.sharing import share
 from stratagem.values import IndexedSlices, PerReplica, map_leaves
@@ -72,6 +73,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._replaced: dict[int, tuple[Any, Any]] = {}
         self._doing = "a reduce"  # outside of what has a name
+        self._datasets: list[weakref.ref[Any]] = []
         super().__init__(self._find_devices(), options.cross_device_ops())
 
     @property
@@ -90,13 +92,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         if self.job is None:
             return self.place(value)
-        array = np.asarray(value)
+        return self.place(self.job.together(lambda: self._agreed(np.asarray(value))))
+
+    def _agreed(self, array: np.ndarray) -> np.ndarray:
         mine = f"{array.dtype}{array.shape}".encode() + hashlib.sha256(array.tobytes()).digest()
         stream = self.job.channel.stream("variables")
         found = stream.all_gather(mine, "a new variable's initial value")
         if any(one != found[0] for one in found):
-            array = self._from_chief(array, found)
-        return self.place(array)
+            return self._from_chief(array, found)
+        return array
 
     def _from_chief(self, array: np.ndarray, found: Sequence[bytes]) -> np.ndarray:
         names = self.job.channel.names
@@ -160,11 +164,38 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _rebuild(self) -> None:
         runtime.check_devices(self.job)
         self._lay_out(self._find_devices())
+        self._datasets = [made for made in self._datasets if made() is not None]
+        for dataset in [made() for made in self._datasets]:
+            try:
+                dataset.follow(self.mesh, self.job)
+            except GroupChangedError as error:
+                self.job.member.give_up(str(error))
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Splits each global batch of a dataset among the replicas. See stratagem.data."""
+        return self._noted(super().experimental_distribute_dataset(dataset, options))
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[Any], Any], options: Any = None
+    ) -> Any:
+        """Deals the per-replica batches of `dataset_fn(InputContext)` to the replicas."""
+        return self._noted(super().distribute_datasets_from_function(dataset_fn, options))
+
+    def _noted(self, dataset: Any) -> Any:
+        if self.keeps_state:
+            self._datasets.append(weakref.ref(dataset))
+        return dataset
+
+    def current(self, value: Any) -> Any:
+        """A part of a batch, dealt anew where the processes have changed since it was dealt."""
+        dealt = getattr(value, "dealt", None)
+        return value if dealt is None or dealt.mesh is self.mesh else dealt.anew(self.mesh)
 
     def join_arguments(self, arguments: Any, shared: bool) -> Any:
         """Arrays become each process's own; the shapes of the others' parts are asked for."""
         if self.job is None:
             return arguments
+        arguments = map_leaves(self.current, arguments)
         unknown: list[PerReplica] = []
 
         def note(leaf: Any) -> Any:

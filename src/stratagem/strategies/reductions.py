@@ -18,7 +18,7 @@ from stratagem.step.primitives import divide
 from stratagem.step.replica import all_gather, all_reduce
 from stratagem.step.trace import LocalValue
 from stratagem.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, check_count
-from stratagem.variables import is_on_read
+from stratagem.variables import has_components
 
 Axis = int | Sequence[int] | None
 
@@ -43,7 +43,7 @@ def reduce_leaf(strategy: Any, op: ReduceOp, value: Any, axis: Axis) -> Any:
 
 def variable_value(strategy: Any, variable: Any) -> Any:
     """A variable as a distributed value: its components, or its value on each replica."""
-    if is_on_read(variable) and strategy.num_replicas_in_sync > 1:
+    if has_components(variable):
         return PerReplica.from_stacked(variable.components)
     return Mirrored((variable.value,) * strategy.num_replicas_in_sync)
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from jobs import report
 
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig(level=logging.INFO, force=True)
 strategy = stratagem.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(1)])

@@ -122,6 +122,8 @@ def main() -> None:
                 if len(members) == 3 or newcomer:
                     end = done + AFTER
                 (folder / f"{index}.generation{generation.number}").touch()
+            if member.others_wait:
+                member.admit()
             # Nothing is donated: what goes in is still there if the step fails.
             new = member.run(lambda g=group, v=w: g.step(v), f"training step {done + 1}")
             before, w, done = w, new, done + 1
