@@ -14,7 +14,8 @@ _VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 _RAW = (
     b"\n", b"\x00\n", b"\xff\xfe\n", b"[" * 50000 + b"\n", b'{"a":' * 9000 + b"\n",
-    b"9" * 9000 + b"\n", b"null\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 70000, b'"' + b"\\" * 999 + b"\n", b"",
+    b"9" * 9000 + b"\n", b"null\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 70000,
+    b'"' + b"\\" * 999 + b"\n", b"",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from stratagem.recovery.preemption import (
 )
 from stratagem.recovery.preemption import PreemptionWatcher as PreemptionWatcher
 from stratagem.recovery.preemption import TerminationConfig as TerminationConfig
+from stratagem.strategies import CentralStorageStrategy as CentralStorageStrategy
 from stratagem.strategies import DescribedTPUStrategy as DescribedTPUStrategy
 from stratagem.tpu.experimental import DeviceAssignment
 

@@ -202,8 +202,10 @@ def _on_read_class(base: Any) -> Any:
         @property
         def components(self) -> Any:
             """One component a replica, `[replicas, ...]`, on the replicas' devices."""
-            if self._components is None and self._aggregate is not None:
-                strategy = home_strategy(self)
+            strategy = home_strategy(self)
+            if self._components is not None:  # the replicas may be others than before
+                self._components = strategy.place_components(self, self._components)
+            elif self._aggregate is not None:
                 self._components = strategy.place_stacked(
                     spread(self._aggregate, read_aggregation(self), strategy.num_replicas_in_sync)
                 )
@@ -217,7 +219,7 @@ def _on_read_class(base: Any) -> Any:
         @property
         def _value(self) -> Any:
             if self._aggregate is None and self._components is not None:
-                self._aggregate = join(self._components, self)
+                self._aggregate = join(self.components, self)
             return self._aggregate
 
         @_value.setter

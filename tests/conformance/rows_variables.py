@@ -9,7 +9,17 @@ from typing import Any
 import keras
 import numpy as np
 
-from conformance.table import SEVERAL, Each, Row, components, each, parts, rank, variable
+from conformance.table import (
+    COMPONENTS,
+    SEVERAL,
+    Each,
+    Row,
+    components,
+    each,
+    parts,
+    rank,
+    variable,
+)
 from stratagem.errors import ReplicaDependentWriteError
 
 LAW_2 = (
@@ -110,6 +120,21 @@ def momentum_step(strategy: Any) -> Any:
     return [var, optimizer.iterations]
 
 
+def central(aggregation: str, synchronization: str) -> Row:
+    """Row 42: `assign_add(rank)` onto 10, one value whichever way it synchronises."""
+    seen = {"none": "ValueError", "sum": 13.0, "mean": 11.5, "only_first_replica": 11.0}
+    refused = aggregation == "none"
+    return Row(
+        42,
+        f"central, {aggregation}, {synchronization}",
+        written(aggregation, "assign_add", synchronization),
+        ReplicaDependentWriteError if refused else lambda _: seen[aggregation],
+        seen[aggregation],
+        on=("central",),
+        match=r"same on all replicas.*\n.*aggregation 'none'" if refused else "",
+    )
+
+
 def writes(method: str, number: int, base: float) -> list[Row]:
     """Rows 24 and 25: one for each aggregation."""
     rows = [
@@ -160,6 +185,7 @@ ROWS = [
         on_read("sum"),
         lambda n: [10.0 * n, 10.0 * n + total(n), each(n, lambda _: 6.0 / n)],
         [20.0, 23.0, Each([3.0, 3.0])],
+        on=("default", "one", *COMPONENTS),
     ),
     Row(
         28,
@@ -174,7 +200,7 @@ ROWS = [
         add_outside,
         ValueError,
         "ValueError",
-        on=SEVERAL,
+        on=COMPONENTS,
         match="assign_add or assign_sub on .* inside strategy.run.*Got it in cross-replica",
     ),
     Row(
@@ -183,8 +209,14 @@ ROWS = [
         saved_and_restored,
         lambda n: [total(n), each(n, lambda _: total(n) / n)],
         [3.0, Each([1.5, 1.5])],
+        on=("default", "one", *COMPONENTS),
     ),
     Row(31, "update", updated, lambda n: [2.0, each(n, lambda _: 2.0)], [2.0, Each([2.0, 2.0])]),
+    *(
+        central(how, when)
+        for how in ("none", "sum", "mean", "only_first_replica")
+        for when in ("auto", "on_read")
+    ),
     Row(
         44,
         "SGD with momentum",
@@ -193,6 +225,3 @@ ROWS = [
         [[0.0, -4.0, -4.0, 2.0], 1],
     ),
 ]
-
-# Rows about strategies that do not exist yet, each with what it waits for.
-WAITING = {42: "CentralStorageStrategy"}

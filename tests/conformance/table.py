@@ -28,10 +28,12 @@ MAKERS = {
     "two": lambda: stratagem.MirroredStrategy(["CPU:0", "CPU:1"]),
     "three": lambda: stratagem.MirroredStrategy(["CPU:2", "CPU:0", "CPU:1"]),
     "tpu": lambda: rehearsed_tpu(2),
+    "central": lambda: stratagem.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:0"),
 }
 ALL = tuple(MAKERS)
-SEVERAL = ("two", "three", "tpu")  # more than one replica
-REAL = ("one", "two", "three", "tpu")  # not the default strategy
+SEVERAL = ("two", "three", "tpu", "central")  # more than one replica
+COMPONENTS = SEVERAL[:-1]  # on-read variables have a component on each replica
+REAL = ("one", "two", "three", "tpu", "central")  # not the default strategy
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from conformance.table import SEVERAL, close, make, parts, plain, variable
+from conformance.table import COMPONENTS, SEVERAL, close, make, parts, plain, variable
 from stratagem import IndexedSlices, Mirrored, PerReplica
 
 
@@ -95,6 +95,7 @@ def test_values_that_all_replicas_share(strategy):
     assert plain(strategy.reduce("SUM", np.zeros(2), axis=None)) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("strategy", COMPONENTS, indirect=True)
 def test_the_components_of_an_on_read_variable(strategy):
     n = strategy.num_replicas_in_sync
     var = variable(strategy, "mean", "on_read")

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 import stratagem
-from conformance.table import SEVERAL, each, make, parts, plain, rank, replica_id, variable
+from conformance.table import (
+    COMPONENTS,
+    SEVERAL,
+    each,
+    make,
+    parts,
+    plain,
+    rank,
+    replica_id,
+    variable,
+)
 from conformance.table import components as comps
 from stratagem import Mirrored, PerReplica, VariableAggregation, VariableSynchronization
 from stratagem.errors import ReplicaDependentWriteError, StrategyMismatchError
@@ -100,7 +110,7 @@ class TestMirrored:
         twice = after(method, after(method, 10.0, 4.0), 4.0)
         assert comps(strategy, var) == each(n, lambda _: twice)
         devices = {stratagem.config.device_name(d) for d in var.value.sharding.device_set}
-        assert devices == set(strategy.worker_devices)
+        assert devices == set(strategy.parameter_devices)
 
     def test_per_replica_values_from_outside_are_refused(self, two):
         """TF writes them component by component, and the copies diverge."""
@@ -165,6 +175,10 @@ class TestMirrored:
 
 
 class TestOnRead:
+    @pytest.fixture(params=COMPONENTS)
+    def strategy(self, request):
+        return make(request.param)
+
     @pytest.mark.parametrize("method", WRITES)
     @pytest.mark.parametrize("aggregation", ["none", *AGGREGATIONS])
     def test_replicas_write_their_own(self, strategy, aggregation, method):
@@ -343,12 +357,12 @@ class TestUpdate:
         n = strategy.num_replicas_in_sync
         delta = Mirrored([np.float32(1)] * n)
         result = strategy.extended.update(var, lambda v, x: v.assign_add(x), args=(delta,))
-        assert isinstance(result, Mirrored)
+        assert isinstance(result, Mirrored) is not strategy.central
         assert plain(result) == 11.0
         result = strategy.extended.update(
             var, lambda v, *, x: v.assign_add(x), kwargs={"x": delta}, group=False
         )
-        assert [float(v) for v in result] == [12.0] * n
+        assert [float(v) for v in result] == [12.0] * (1 if strategy.central else n)
         assert var.numpy() == 12.0
 
     def test_one_replica(self, single):

@@ -17,16 +17,21 @@ def strategy(replicas: int = 2):
     return stratagem.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
+def central(replicas: int = 2):
+    devices = [f"CPU:{i + 1}" for i in range(replicas)]
+    return stratagem.experimental.CentralStorageStrategy(devices, "CPU:0")
+
+
 def build(*stack, shape=(3,), seed: int = 1):
     keras.utils.set_random_seed(seed)
     return keras.Sequential([keras.Input(shape), *(make() for make in stack)])
 
 
-def compare(make, x, y, replicas: int = 2, rtol: float = 5e-5):
+def compare(make, x, y, replicas: int = 2, rtol: float = 5e-5, under=None):
     """`fit` and `predict` on several replicas and plainly."""
     plain = make()
     plain.compile(keras.optimizers.SGD(0.1), "mse")
-    with strategy(replicas).scope():
+    with (under or strategy(replicas)).scope():
         model = make()
         model.compile(keras.optimizers.SGD(0.1), "mse")
     want = plain.fit(x, y, **ONCE).history["loss"]
@@ -68,13 +73,14 @@ STACKS = {
 }
 
 
+@pytest.mark.parametrize("under", [strategy, central])
 @pytest.mark.parametrize("stack", STACKS)
-def test_layers_train_as_on_one_device(stack):
+def test_layers_train_as_on_one_device(stack, under):
     def make():
         return build(*STACKS[stack], lambda: layers.GlobalAveragePooling1D(),
                      lambda: layers.Dense(2), shape=(5, 3))  # fmt: skip
 
-    compare(make, sequences(), random.normal(size=(7, 2)).astype("float32"))
+    compare(make, sequences(), random.normal(size=(7, 2)).astype("float32"), under=under())
 
 
 def test_spectral_normalization_iterates_once_a_step():

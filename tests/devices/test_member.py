@@ -172,11 +172,14 @@ def test_a_failed_step_waits_for_the_news_that_explains_it(cluster, kind):
         first.run(step, "a collective")
 
 
-def test_a_newcomer_is_announced_to_all_and_old_services_end_once_unused(cluster):
+def test_a_newcomer_that_is_admitted_is_announced_to_all_and_old_services_end_once_unused(cluster):
     first, second = cluster.start(2, min_workers=1)
     kill(second)
     first.joined(first.await_change(SECONDS))
     second = cluster.add(1, min_workers=1)
+    with pytest.raises(PeerTimeoutError):
+        second.await_change(0.1)
+    first.admit()
     generations = [m.await_change(SECONDS) for m in (first, second)]
     assert generations[0] == generations[1]
     assert generations[0].members == ("worker 0", "worker 1")
@@ -394,6 +397,16 @@ def test_the_command_says_what_it_expects(arguments, capsys):
 def test_the_command_names_an_address_that_cannot_be_listened_at(capsys):
     assert main(["192.0.2.1:0", "2"]) == 1
     assert "cannot listen at 192.0.2.1:0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "warned"), [("", True), (KEY, False)])
+def test_the_command_warns_where_it_listens_to_all_without_a_key(key, warned, capsys, monkeypatch):
+    monkeypatch.setenv("STRATAGEM_CLUSTER_KEY", key)
+    monkeypatch.setattr(Service, "serve", lambda self, _: self._listener.close())
+    assert main(["0.0.0.0:0", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("ready 0.0.0.0:")
+    assert ("Listening at 0.0.0.0 without a key" in err) == warned
 
 
 def test_all_agree_on_where_to_go_on_from():

@@ -242,6 +242,22 @@ def test_the_coordination_service_and_its_client_take_what_we_pass():
     assert fields <= set(dir(_jax._distributed.global_state))
 
 
+def test_gloo_can_be_told_where_to_listen():
+    names = _jax._jaxlib.make_gloo_tcp_collectives.__doc__
+    assert "distributed_client: " in names
+    assert "hostname: " in names
+    assert list(inspect.signature(_jax._xla_bridge.make_cpu_client).parameters) == ["collectives"]
+    register = inspect.signature(_jax._xla_bridge.register_backend_factory).parameters
+    assert list(register)[:4] == ["name", "factory", "priority", "fail_quietly"]
+    assert jax.config.jax_cpu_collectives_implementation == "gloo"
+
+
+def test_gloo_cannot_be_told_once_the_backend_has_started():
+    jax.devices()
+    with pytest.raises(RuntimeError, match="already initialized"):
+        _jax.listen_at("127.0.0.1")
+
+
 def test_backends_can_be_forgotten():
     # Not called here: the other tests of this process need their devices.
     assert list(inspect.signature(_jax._xla_bridge._clear_backends).parameters) == []

@@ -126,6 +126,12 @@ def mirrored(replicas: int) -> stratagem.MirroredStrategy:
     return stratagem.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
 
 
+def central(replicas: int) -> stratagem.Strategy:
+    """Variables on the last device, which computes for none but the eighth replica."""
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    return stratagem.experimental.CentralStorageStrategy(devices, "cpu:7")
+
+
 def check_fit(case: Case, make: Callable[[int], stratagem.Strategy] = mirrored) -> None:
     plain = build(case, synchronized=False)
     strategy = make(case.replicas)
@@ -213,6 +219,14 @@ def test_custom_loop(kind, case):
 @given(case=cases())
 def test_tpu_strategy(check, case):
     check(dataclasses.replace(case, kind=KINDS[0]), rehearsed_tpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@FAST
+@given(case=cases())
+def test_central_storage(kind, case):
+    check = check_custom_loop if kind in KINDS[::2] else check_fit
+    check(dataclasses.replace(case, kind=kind), central)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 import time
@@ -65,3 +66,15 @@ def test_a_backup_of_two_workers_goes_on_in_one_process(tmp_path):
     killed(tmp_path, "kill", 1, 9)
     (result,) = run_job("backing", 1, 2, str(tmp_path), "nothing", "0", "0")
     assert result["epochs"] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_kill_anywhere(tmp_path, undisturbed, seed):
+    """Any worker, any of the 18 steps, every third time while a backup is written."""
+    rng = random.Random(seed)
+    event = "kill-saving" if seed % 3 == 0 else "kill"
+    who = 0 if event == "kill-saving" else rng.randrange(WORKERS)  # the chief writes
+    killed(tmp_path, event, who, rng.randint(1, 15 if event == "kill-saving" else 18))
+    results = run_job("backing", WORKERS, 1, str(tmp_path), "nothing", "0", "0")
+    assert [r["digest"] for r in results] == [undisturbed["digest"]] * WORKERS

@@ -110,6 +110,7 @@ def test_only_the_chief_shows_progress(tmp_path):
     assert "loss" in ended[0].output
     assert "loss" not in ended[1].output
     assert ended[0].result["log"] > 0
+    assert [e.result["saved"] for e in ended.values()] == [True, False]
     assert "CSVLogger: left to the chief" in ended[1].output
 
 

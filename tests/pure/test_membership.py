@@ -10,6 +10,7 @@ from stratagem.cluster.membership import (
     Beat,
     Dismiss,
     End,
+    Hold,
     Membership,
     Refuse,
     Terms,
@@ -88,7 +89,8 @@ def test_too_few_survivors_end_or_wait_for_a_replacement():
     (end,) = start(min_workers=3).gone("worker 0", "x", 5.0)
     assert end == End("worker 0 is lost: x; 2 left, at least 3 needed")
     waiting = start(min_workers=3, wait_for_replacement=30)
-    assert waiting.gone("worker 0", "x", 5.0) == []
+    hold = Hold("worker 0 is lost: x; 2 left, at least 3 needed")
+    assert waiting.gone("worker 0", "x", 5.0) == [hold]
     for task in ("chief 0", "worker 1"):
         waiting.heard(task, Beat(), 34.9)
     assert waiting.tick(34.9) == []

@@ -27,6 +27,7 @@ from stratagem.cluster.membership import (
     Dismiss,
     Effect,
     End,
+    Hold,
     Membership,
     Refuse,
     Warn,
@@ -123,6 +124,12 @@ class Service:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+
+    def outlive(self, task: str, seconds: float) -> None:
+        """Waits for all tasks but this one to end; JAX aborts those whose service is gone."""
+        deadline = time.monotonic() + seconds
+        while set(self._tasks.values()) - {task} and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def serve(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Serves until `close`, or until it is not wanted any more."""
@@ -234,6 +241,8 @@ class Service:
                 self._hosted[self._generation] = service
                 said = {"number": self._generation, "port": port, **asdict(effect)}
                 self._tell("generation", said)
+            elif isinstance(effect, Hold):
+                self._tell("hold", asdict(effect), self._members.members)
             elif isinstance(effect, Await):
                 self._tell("await", asdict(effect), self._members.members)
             elif isinstance(effect, Dismiss):

@@ -51,6 +51,7 @@ class Lockstep:
 
     Attributes:
         finished: units that this process has finished.
+        taken_back: how many it has done again since others had not finished them.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Lockstep:
         rebuild: Callable[[], None],
         share: Callable[[bytes, int], bytes],
     ):
-        self.finished = 0
+        self.finished = self.taken_back = 0
         self._job = job
         self._rebuild = rebuild
         self._share = share
         self._inside = False
-        self._redo: Callable[[], None] | None = None
+        self._redo: Callable[[], object] | None = None
         self._give: Callable[[], bytes] | None = None
         self._taken_back = False
         self._story: Callable[[], None] | None = None
@@ -72,7 +73,7 @@ class Lockstep:
     def unit(
         self,
         work: Callable[[], T],
-        again: Callable[[T], None],
+        again: Callable[[T], object],
         give: Callable[[], bytes] | None = None,
     ) -> T:
         """Does a unit of work, once all have done the one before it.
@@ -172,6 +173,7 @@ class Lockstep:
             raise RuntimeError("Expected a unit that can be done again. Got none, a fault of ours.")
         self._within(redo)
         self.finished += 1
+        self.taken_back += 1
         self._taken_back = False
 
     def _within(self, call: Callable[[], Any]) -> Any:

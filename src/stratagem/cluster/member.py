@@ -30,7 +30,7 @@ from stratagem.cluster.greeting import greet
 from stratagem.cluster.keys import Key
 from stratagem.cluster.membership import Beat, Terms
 from stratagem.cluster.messages import encode
-from stratagem.cluster.step_thread import Call, StepThread
+from stratagem.cluster.step_thread import Call, StepThread, await_all
 from stratagem.errors import GroupChangedError, PeerTimeoutError
 
 PEER_LOST = 43
@@ -39,9 +39,6 @@ PEER_LOST = 43
 _BEAT_SECONDS = 1.0
 # A step that fails may fail because of a process whose end is not announced yet.
 _NEWS_SECONDS = 5.0
-# How long a process with a step that was left behind lets the one before it end.
-_LEAVING_SECONDS = 2.0
-_LEAVING_LAST = 5
 _STATUS = re.compile(r"[A-Z_]+: ")
 
 _log = logging.getLogger("stratagem")
@@ -89,7 +86,7 @@ class Member:
         self.terms = Terms()
         self.finished = 0  # Steps of this generation that have finished here.
         self._line, self._host, self._received = line, host, bytearray(received)
-        self._end = end or _end_process
+        self._end = end or end_process
         self._news = threading.Condition()
         self._sending = threading.Lock()
         self._latest: Generation | None = None
@@ -99,7 +96,7 @@ class Member:
         self._closed = False
         self._ended: set[str] = set()  # tasks whose programs have come to their end
         self._dismissed = ""  # why this process is not needed any more
-        self._others_wait = False
+        self.others_wait = False  # Tasks wait to be admitted.
         self._left_behind: list[StepThread] = []
         self._watching = threading.Thread(target=self._watch, name="stratagem-member", daemon=True)
         self._watching.start()
@@ -145,7 +142,7 @@ class Member:
             SystemExit: with 0; the others have come to their end without this process.
         """
         with self._news:
-            came = self._news.wait_for(lambda: self.has_changed or self._dismissed, seconds)
+            came = self._news.wait_for(lambda: self._is_announced or self._dismissed, seconds)
             if self._dismissed:
                 print(f"stratagem: {self.task} is not needed: {self._dismissed}.", file=sys.stderr)
                 sys.exit(0)
@@ -158,22 +155,26 @@ class Member:
             return self._latest
 
     @property
-    def has_changed(self) -> bool:
-        """Whether a generation was announced that this process has not joined."""
-        return self._latest is not self._current
+    def _is_announced(self) -> bool:
+        return self.has_changed and self._latest is not None and not self.is_held
 
     @property
-    def others_wait(self) -> bool:
-        """Whether tasks wait to be admitted."""
-        return self._others_wait
+    def is_held(self) -> bool:
+        """Whether too few are left, and a replacement is awaited."""
+        return self._latest is not None and not self._latest.members
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the members are others than those that this process has joined."""
+        return self._latest is not self._current
 
     def admit(self) -> None:
         """Lets those that wait join, and waits for the change. For who is where they can begin."""
         with self._news:
-            self._others_wait = True  # another process may have heard it before this one
+            self.others_wait = True  # another process may have heard it before this one
         self._send("admit", None)
         with self._news:
-            self._news.wait_for(lambda: self.has_changed or not self._others_wait)
+            self._news.wait_for(lambda: self.has_changed or not self.others_wait)
 
     def give_up(self, why: str) -> None:
         """Ends this process, which cannot go on with others, as if a peer were lost."""
@@ -279,7 +280,8 @@ class Member:
         """
         self._closed = True  # What is said to the others is not for this process any more.
         self._send("bye", error)
-        self._await_left_behind()
+        rank = self._current.members.index(self.task) if self._current else 0
+        await_all(self._left_behind, rank)
         with self._news:
             if self._thread is not None:
                 self._thread.abandon()
@@ -288,23 +290,12 @@ class Member:
         self._watching.join()
         self._line.close()
 
-    def _await_left_behind(self) -> None:
-        """What was left behind waits for connections to processes that end now, as this one does.
-
-        A thread that comes back from native code while Python ends takes the process down (SIGABRT,
-        before Python 3.14). So the processes end one after the other, the first rank first.
-        """
-        rank = self._current.members.index(self.task) if self._current else 0
-        deadline = time.monotonic() + min(rank, _LEAVING_LAST) * _LEAVING_SECONDS
-        for thread in self._left_behind:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
     def raise_if_changed(self) -> None:
         """Raises GroupChangedError where the processes are others than this one joined."""
         if self._latest is not None and self.has_changed:
             raise GroupChangedError(
                 f"The processes of the job have changed: {self._latest.why}. Now: "
-                f"{', '.join(self._latest.members)} (this is {self.task})."
+                f"{', '.join(self._latest.members) or 'too few'} (this is {self.task})."
             )
 
     def _set(self, beat: Beat) -> None:
@@ -369,8 +360,13 @@ class Member:
             return
         if kind in ("await", "dismiss"):
             with self._news:
-                self._others_wait = kind == "await" and bool(said["tasks"])
+                self.others_wait = kind == "await" and bool(said["tasks"])
                 self._dismissed = said.get("why", "")
+                self._news.notify_all()
+            return
+        if kind == "hold":
+            with self._news:
+                self._latest = Generation(-1, (), "", said["why"])
                 self._news.notify_all()
             return
         members = tuple(said["members"])
@@ -383,7 +379,7 @@ class Member:
         with self._news:
             # At the host at which it was found: what it listens at may be no address ("0.0.0.0").
             service = f"{self._host}:{said['port']}"
-            self._others_wait = False
+            self.others_wait = False
             self._latest = Generation(said["number"], members, service, said["why"])
             self._news.notify_all()
 
@@ -395,7 +391,7 @@ def _may_tell_of_a_loss(error: BaseException | None) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError)
 
 
-def _end_process(why: str, dump: bool) -> NoReturn:
+def end_process(why: str, dump: bool) -> NoReturn:
     """Ends this process at once: its main thread may be anywhere, and never come back."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -88,6 +88,13 @@ class Await:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """Too few members are left; they wait for a replacement."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Dismiss:
     """Tasks that wait are not needed any more: the others have come to their end."""
 
@@ -95,7 +102,7 @@ class Dismiss:
     why: str
 
 
-Effect: TypeAlias = Announce | End | Warn | Refuse | Await | Dismiss
+Effect: TypeAlias = Announce | End | Warn | Refuse | Await | Hold | Dismiss
 
 
 @dataclass
@@ -217,7 +224,7 @@ class Membership:
         if self.terms.wait_for_replacement is None:
             return [End(f"{why}; {len(tasks)} left, at least {least} needed")]
         self._deadline = min(self._deadline, now + self._wait)
-        return []
+        return [Hold(f"{why}; {len(tasks)} left, at least {least} needed")]
 
     def _announce(self, tasks: set[str] | dict[str, _Seen], why: str, now: float) -> list[Effect]:
         self.members = self._in_order(tasks)

@@ -57,7 +57,6 @@ def join(member: Member, seconds: float) -> tuple[Generation, _jax.JobStore]:
         rank, size = generation.members.index(member.task), len(generation.members)
         left = max(1.0, deadline - time.monotonic())
         _jax.leave_job()
-        _jax.forget_backends()
         try:
             client = member.meet(
                 functools.partial(
@@ -75,7 +74,10 @@ def join(member: Member, seconds: float) -> tuple[Generation, _jax.JobStore]:
         if client is None:
             continue  # One more was lost, or has come, while this one waited for all.
         member.joined(generation)
-        return generation, _jax.use_client(client, generation.service, size, rank)
+        store = _jax.use_client(client, generation.service, size, rank)
+        # Last: another thread (that writes a backup) may start the new devices at any time.
+        _jax.forget_backends()
+        return generation, store
 
 
 def agree(stream: Stream, finished: int | None) -> Progress:

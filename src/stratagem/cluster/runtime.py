@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -15,12 +16,12 @@ from typing import TypeVar
 import jax
 
 from stratagem import _jax, config
-from stratagem.cluster import keys, own_host, regroup, roles, rollcall
+from stratagem.cluster import compilations, keys, own_host, regroup, roles, rollcall
 from stratagem.cluster.abstract import ClusterResolver
 from stratagem.cluster.channel import Channel, LocalStore, Store
 from stratagem.cluster.hosting import Service
 from stratagem.cluster.lockstep import Lockstep
-from stratagem.cluster.member import Generation, Member
+from stratagem.cluster.member import Generation, Member, end_process
 from stratagem.cluster.membership import Terms
 from stratagem.errors import JobMismatchError
 
@@ -32,6 +33,7 @@ WAIT = "STRATAGEM_WAIT_FOR_REPLACEMENT"
 
 START_SECONDS = 300.0
 _LOOK_SECONDS = 0.2
+_LAST_SECONDS = 2.0  # by which who hosts the service ends after the others
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ class Job:
         if self._member is None:
             self._member = self._connect()
         member = self._member
-        if waits:  # until the others are where it can begin
+        if waits or member.is_held:  # for others; the service says when in vain
             member.await_change(threading.TIMEOUT_MAX)
         self.generation, store = regroup.join(member, self.seconds)
         self.tasks = tuple((name, self.addresses[name]) for name in self.generation.members)
@@ -140,7 +142,7 @@ class Job:
     def together(
         self,
         work: Callable[[], T],
-        again: Callable[[T], None] | None = None,
+        again: Callable[[T], object] | None = None,
         give: Callable[[], bytes] | None = None,
     ) -> T:
         """Does what every process does in the same order; see `Lockstep.unit`.
@@ -152,7 +154,7 @@ class Job:
         """
         if self.lockstep is None:
             return work()
-        return self.lockstep.unit(work, again or (lambda _: work() and None), give)
+        return self.lockstep.unit(work, again or (lambda _: work()), give)
 
     def close(self, error: str | None = None) -> None:
         """Says goodbye; the error that ends this program, if one does."""
@@ -255,6 +257,8 @@ def join(
         )
     task, rank = f"{task_type} {task_id}", roles.id_in_cluster(cluster, task_type, task_id)
     _current = _join(addresses, task, rank, seconds, stall_seconds)
+    if _current.may_change:
+        compilations.keep()
     atexit.register(leave)
     return _current
 
@@ -290,11 +294,26 @@ def _join(
         address = rollcall.call(card, rank, seconds, service, key)
     terms = _terms(env, stall_seconds)
 
+    def end(why: str, dump: bool) -> None:
+        if _service is not None:
+            _service.outlive(task, _LAST_SECONDS)
+        end_process(f"{why}{_where(why, addresses, task)}", dump)
+
     def connect() -> Member:
         left = max(1.0, deadline - time.monotonic())
-        return Member.connect(address, task, rank, terms, left, key=key)
+        return Member.connect(address, task, rank, terms, left, end, key)
 
     return Job(addresses, connect, task, rank, terms, seconds, attempt, joining)
+
+
+def _where(why: str, addresses: Mapping[str, str], task: str) -> str:
+    """The addresses of the other tasks that a text names, as a sentence after it."""
+    named = [
+        f"{other} is at {address}"
+        for other, address in addresses.items()
+        if other != task and re.search(rf"\b{other}\b", why)
+    ]
+    return f" {', '.join(named)}." if named else ""
 
 
 def _terms(env: Mapping[str, str], stall_seconds: float) -> Terms:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+# How long a process with a step that was left behind lets the one before it end.
+_LEAVING_SECONDS = 2.0
+_LEAVING_LAST = 5
 
 T = TypeVar("T")
 
@@ -55,10 +60,6 @@ class StepThread:
         self._abandoned = True
         self._news.notify_all()
 
-    def join(self, seconds: float) -> None:
-        """Waits for the thread to end."""
-        self._thread.join(seconds)
-
     def _work(self) -> None:
         while True:
             with self._news:
@@ -75,6 +76,18 @@ class StepThread:
                 job.call, job.done = None, True
                 self._news.notify_all()
             del job
+
+
+def await_all(threads: Sequence[StepThread], rank: int) -> None:
+    """Lets threads that were left behind end before the process does; some seconds at most.
+
+    They wait for connections to processes that end now, as this one does. One that comes back from
+    native code while Python ends takes the process down (SIGABRT, before Python 3.14). So it
+    is waited for; and where two processes wait for each other so, the first rank ends first.
+    """
+    deadline = time.monotonic() + min(rank + 1, _LEAVING_LAST) * _LEAVING_SECONDS
+    for thread in threads:
+        thread._thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _computed(result: T) -> T:

@@ -114,10 +114,11 @@ def as_global(leaf: Any) -> Any:
     if not isinstance(leaf, PerReplica):
         return leaf
     stacked = leaf.stacked
-    if stacked is None:
-        value = GlobalBatch(leaf.values, leaf.shapes)
-    else:
-        value = GlobalBatch.from_stacked(stacked)
+    value: PerReplica = (
+        GlobalBatch(leaf.values, leaf.shapes)
+        if stacked is None
+        else GlobalBatch.from_stacked(stacked)
+    )
     value.dealt = leaf.dealt
     return value
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from stratagem import _keras, context
 from stratagem.keras_bridge.hooks import replicated_trace, synchronized, wrap
 from stratagem.step import effects, numerics, primitives
@@ -38,11 +40,23 @@ def _named(optimizer: Any, grads: Sequence[Any], trainable: Sequence[Any] | None
     return numerics.name_gradients(list(grads), trainable or optimizer._trainable_variables)
 
 
+def _arrived(grads: Sequence[Any]) -> list[Any]:
+    """Says where the update begins, where another device makes it (step/split.py)."""
+    frame = context.current()
+    if frame.trace is None or not frame.strategy.central:
+        return list(grads)
+    return [
+        None if g is None else primitives.mark_p.bind(jnp.asarray(g), kind="arrived", key=None)
+        for g in grads
+    ]
+
+
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = replicated_trace()
     if frame is None:
-        return original(self, _named(self, grads, trainable_variables), trainable_variables)
-    grads = combine(_named(self, grads, trainable_variables), frame)
+        grads = _arrived(_named(self, grads, trainable_variables))
+        return original(self, grads, trainable_variables)
+    grads = _arrived(combine(_named(self, grads, trainable_variables), frame))
     with synchronized(frame):
         return original(self, grads, trainable_variables)
 
@@ -52,8 +66,9 @@ def _stateless_apply(
 ) -> Any:
     frame = replicated_trace()
     if frame is None:
-        return original(self, optimizer_variables, _named(self, grads), trainable_variables)
-    grads = combine(_named(self, grads), frame)
+        grads = _arrived(_named(self, grads))
+        return original(self, optimizer_variables, grads, trainable_variables)
+    grads = _arrived(combine(_named(self, grads), frame))
     with synchronized(frame):
         return original(self, optimizer_variables, grads, trainable_variables)
 

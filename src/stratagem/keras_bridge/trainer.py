@@ -195,6 +195,11 @@ class ModelStep:
             self._give_back(state)
             raise
 
+    @property
+    def doing(self) -> str:
+        """What it is, in words."""
+        return f"a {self._kind} step of model {self._model.name!r}"
+
     def _give_back(self, state: Any) -> None:
         """Keras takes the values out of a model's variables; a failed step puts them back."""
         for variable, value in zip(self._flat, (v for group in state for v in group), strict=True):
@@ -210,7 +215,7 @@ class ModelStep:
             for variable, old, new in zip(self._flat, *states, strict=True):
                 self._strategy.replace_state(variable, old, new)
 
-        doing = f"a {self._kind} step of model {self._model.name!r}"
+        doing = self.doing
         fit = self._handover()
         if fit is None:
             return self._strategy.in_step(lambda: self._run(state, batch), again, doing)

@@ -24,6 +24,8 @@ from stratagem.recovery import randomness
 
 _log = logging.getLogger("stratagem")
 
+_PATIENCE_SECONDS = 10.0  # after which a wait is said
+
 # Callbacks that only write files or send messages, which one process does for all.
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -119,8 +121,14 @@ def _once(model: Any, filepath: Any, save: Any) -> Any:
 
 
 def _wait_for_chief(job: Any, path: str, key: str) -> None:
-    answer = job.channel.store.get(key, job.channel.seconds)
-    chief, me = job.channel.names[0], job.channel.names[job.rank]
+    chief, me, seconds = job.channel.names[0], job.channel.names[job.rank], job.channel.seconds
+    answer = job.channel.store.get(key, min(_PATIENCE_SECONDS, seconds))
+    if answer is None and seconds > _PATIENCE_SECONDS:
+        _log.warning(
+            "Waiting for the chief, %s, to save %r, up to %g s (this is %s)",
+            chief, path, seconds, me,
+        )  # fmt: skip
+        answer = job.channel.store.get(key, seconds - _PATIENCE_SECONDS)
     if answer is None:
         raise PeerTimeoutError(
             f"Expected the chief, {chief}, to save {path!r} within {job.channel.seconds:g} s, as "

@@ -90,8 +90,9 @@ def star(levels: Levels, nbytes: float) -> float:
     return total
 
 
+PLATFORM = "NcclAllReduce"
 OPS: dict[str, Callable[[Levels, float], float]] = {
-    "NcclAllReduce": platform,
+    PLATFORM: platform,
     "RingAllReduce": ring,
     "TreeAllReduce": tree,
     "DoublingAllReduce": doubling,

@@ -53,11 +53,17 @@ class Machine:
     peak: Mapping[str, float]
     links: tuple[Link, ...]
     source: str
-    shared: bool = False
+    shared: int = 0
 
-    def flops(self, dtype: str) -> float:
-        """Operations a second that products of this type reach."""
-        return self.peak.get(dtype, self.peak["other"]) * self.efficiency
+    def flops(self, kind: str) -> float:
+        """Operations a second that are reached.
+
+        Args:
+            kind: `"bfloat16"` for products, `"conv bfloat16"` for convolutions (products where
+                the machine does not tell them apart), `"other"` for the rest.
+        """
+        plain = self.peak.get(kind.removeprefix("conv "), self.peak["other"])
+        return self.peak.get(kind, plain) * self.efficiency
 
 
 def load(calibrated: Path | None = None) -> dict[str, Machine]:
@@ -126,6 +132,6 @@ def _machine(name: str, table: dict[str, Any]) -> Machine:
         peak=table["peak"],
         links=tuple(Link(**level) for level in table["levels"]),
         source=" ".join(table.get("source", "").split()),
-        shared=bool(table.get("shared", False)),
+        shared=int(table.get("shared", 0)),
         **{key: float(table[key]) for key in _NUMBERS},
     )

@@ -90,14 +90,15 @@ def parse(text: str, machines: Mapping[str, Machine]) -> Topology:
     if match[1] not in machines:
         raise ValueError(
             f"--topology: expected one of the machines {', '.join(sorted(machines))}. Got "
-            f"{match[1]!r}. Describe another one in the file that stratagem plan --calibrate writes."
+            f"{match[1]!r}. Describe another one in the file that --calibrate writes."
         )
     machine = machines[match[1]]
     shape = tuple(map(int, match[2].split("x")))
     if machine.kind != "tpu":
         if len(shape) > 2:
             raise ValueError(
-                f"--topology: expected devices a machine x machines for {machine.name}. Got {text!r}."
+                f"--topology: expected devices a machine x machines for {machine.name}. Got "
+                f"{text!r}."
             )
         return Topology(machine, (*shape, 1) if len(shape) == 1 else shape)
     most = machine.links[0].size
@@ -117,8 +118,9 @@ def _inner(link: Link, members: int, sides: tuple[int, ...]) -> Level:
         return Level(link.name, members, link.alpha, rounds, link.bandwidth, stream)
     used = [side for side in sides if side > 1]
     # A ring sends both ways at once: an axis that wraps has two links a chip, else in effect one.
-    lanes = sum(2 if link.wraps and side % link.wraps == 0 else 1 for side in used)
-    rounds = 2 * sum(side // 2 if side % link.wraps == 0 else side - 1 for side in used)
+    rings = [bool(link.wraps) and side % link.wraps == 0 for side in used]
+    lanes = sum(2 if ring else 1 for ring in rings)
+    rounds = 2 * sum(s // 2 if ring else s - 1 for s, ring in zip(used, rings, strict=True))
     return Level(
         link.name, members, link.alpha, rounds, link.bandwidth * max(lanes, 1), link.bandwidth
     )

@@ -150,7 +150,7 @@ class Archive:
             cut = {**state.snapshot(groups), **(arrays or {})}
             return processes, cut, described(state.entries(groups))
 
-        processes, cut, about = self.peers.together(take, lambda _: gather() and None, give)
+        processes, cut, about = self.peers.together(take, lambda _: gather(), give)
         if not self.peers.is_chief:
             return self.storage.directory
         try:

@@ -147,8 +147,8 @@ class Backup:
         if "step" not in cut.facts:
             raise RuntimeError(
                 "Expected the other processes in stratagem.train.Backup.save, where this one can "
-                "join, in the place of a lost one. Got them in a step of fit. Make every process of "
-                "the job run the same program."
+                "join, in the place of a lost one. Got them in a step of fit. Run the same program "
+                "on every process of the job."
             )
         return cut
 

@@ -82,7 +82,7 @@ class Peers:
     def together(
         self,
         work: Callable[[], T],
-        again: Callable[[T], None] | None = None,
+        again: Callable[[T], object] | None = None,
         give: Callable[[], bytes] | None = None,
     ) -> T:
         """Does what consists of several exchanges, all of it again where processes are lost."""

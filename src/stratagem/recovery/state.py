@@ -21,6 +21,9 @@ from stratagem import variables
 from stratagem.errors import BackupMismatchError
 from stratagem.values import unstack
 
+# Where what is stored is what each replica of a process that joins begins with (`mine`).
+_OWN = "own"
+
 # The number that Keras adds to the name of the second layer (optimizer, metric) of a kind.
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
@@ -34,7 +37,8 @@ class Entry:
         shape: of its value.
         dtype: of its value.
         components: how stored components combine ("sum", "mean", "only_first_replica", "none");
-            None when the array is the value.
+            None when the array is the value; "own" when it is what every component of a process
+            that joins begins with.
     """
 
     path: str
@@ -121,13 +125,14 @@ def _variables(thing: Any) -> Iterator[Any]:
 
 
 def entries(groups: Mapping[str, Sequence[Any]], components: bool = True) -> dict[str, list[Entry]]:
-    """What describes the variables of each group, with their components or without."""
+    """What describes the variables of each group: all their components, or `mine`."""
     return {name: [_entry(v, components) for v in group] for name, group in groups.items()}
 
 
 def _entry(variable: Any, with_components: bool) -> Entry:
-    held = variables.held_components(variable) if with_components else None
-    components = None if held is None else variables.read_aggregation(variable)
+    components = None
+    if variables.held_components(variable) is not None:
+        components = variables.read_aggregation(variable) if with_components else _OWN
     return Entry(variable.path, list(variable.shape), str(variable.dtype), components)
 
 
@@ -168,7 +173,9 @@ def mine(variable: Any) -> Any:
 
 def _held(variable: Any) -> jax.Array:
     held = variables.held_components(variable)
-    return variable._value if held is None else variables.home_strategy(variable).whole(held)
+    if held is None:
+        return variable._value
+    return variables.home_strategy(variable).whole(variable.components)
 
 
 def _to_host(array: jax.Array) -> np.ndarray:
@@ -215,6 +222,10 @@ def apply(
 def _assign(variable: Any, entry: Entry, array: np.ndarray) -> None:
     if entry.components is None:
         variable.assign(array)
+    elif entry.components == _OWN:
+        strategy = variables.home_strategy(variable)
+        stacked = np.broadcast_to(array, (strategy.num_replicas_in_sync, *array.shape))
+        variable.components = strategy.place_stacked(stacked)
     elif variables.has_components(variable) and _replicas(variable) == len(array):
         variable.components = variables.home_strategy(variable).place_stacked(array)
     else:

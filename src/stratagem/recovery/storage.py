@@ -25,6 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+# Needed in a job whose processes change: Orbax keeps its client of JAX's coordination service for
+# ever, but each set of processes has a service of its own.
+from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
+
 from stratagem.errors import BackupError, CorruptBackupError
 
 _ARRAYS, _FACTS = "arrays", "facts"
@@ -178,13 +182,25 @@ class Storage:
                 _ARRAYS: ocp.args.StandardSave(packs),
                 _FACTS: ocp.args.JsonSave(_sealed(about, facts)),
             }
-            with _one_at_a_time, _checkpointer() as writer:
-                writer.save(path, args=ocp.args.Composite(**items), force=True)
+            with _one_at_a_time:
+                self._save(path, items)
             for old in self._outdated():
                 self._remove(old)
         # Whatever it is, it is told to whoever waits.
         except Exception as e:
             self._failure = e
+
+    def _save(self, path: Path, items: dict[str, Any]) -> None:
+        """Once more where the processes of the job change meanwhile, whose service Orbax uses."""
+        for last in (False, True):
+            get_signaling_client.cache_clear()
+            try:
+                with _checkpointer() as writer:
+                    writer.save(path, args=ocp.args.Composite(**items), force=True)
+                return
+            except jax.errors.JaxRuntimeError:
+                if last:
+                    raise
 
     def _outdated(self) -> set[Path]:
         paths = self.paths()

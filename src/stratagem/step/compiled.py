@@ -54,9 +54,7 @@ class Compiled:
     def _move_in(self) -> None:
         """Variables of other processes than now, or of this one alone, come to the replicas."""
         for variable, component in (*self._given_slots, *self._kept_slots):
-            if component:
-                variable.components = self._strategy.place_stacked(variable.components)
-            else:
+            if not component:
                 variable._value = self._strategy.place(variable._value)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from stratagem import context, variables
 from stratagem.step import primitives
@@ -64,7 +64,10 @@ def add(variable: Any, delta: Any) -> Any | None:
 
 
 def _combine(variable: Any, value: Any, frame: context.Frame) -> Any:
-    op = _op(variable)
+    return _reduce(value, _op(variable), frame)
+
+
+def _reduce(value: Any, op: str, frame: context.Frame) -> Any:
     # A flag of the first replica travels as a number; the sum of flags stays an error.
     sent = value.astype(jnp.int32) if op == "first" and value.dtype == jnp.bool_ else value
     (combined,) = primitives.all_reduce([sent], [op], frame)
@@ -77,6 +80,8 @@ def aggregate_read(variable: Any, component: Any, frame: context.Frame) -> Any:
         return component
     if variable.aggregation == "none":
         raise ValueError(variables.no_read_aggregation(variable))
+    if frame.trace.aggregated:  # `close` knows whether the component has been combined by then
+        return primitives.mark_p.bind(component, kind="aggregate", key=_op(variable))
     return _combine(variable, component, frame)
 
 
@@ -142,20 +147,27 @@ def close(
     def settle(env: dict[Any, Any], binders: Sequence[Any]) -> None:
         for binder in binders:
             if binder in how:
-                value = env[binder]
-                (total,) = primitives.all_reduce([value], [_op(how[binder])], frame)
-                env[binder] = total.astype(value.dtype)
+                env[binder] = _combine(how[binder], env[binder], frame)
 
     def program(*args: Any) -> list[Any]:
         env: dict[Any, Any] = {}
         write_all(env, jaxpr.constvars, closed.consts)
         write_all(env, jaxpr.invars, args)
         for eqn in jaxpr.eqns:
-            write_all(env, eqn.outvars, bind(eqn, read_all(env, eqn.invars)))
+            values = read_all(env, eqn.invars)
+            if _is_aggregate(eqn) and (
+                isinstance(eqn.invars[0], Literal) or eqn.invars[0] not in how
+            ):
+                values = [_reduce(values[0], eqn.params["key"], frame)]
+            write_all(env, eqn.outvars, bind(eqn, values))
             settle(env, eqn.outvars)
         return read_all(env, jaxpr.outvars)
 
     return jax.make_jaxpr(program)(*closed.in_avals)
+
+
+def _is_aggregate(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is primitives.mark_p and eqn.params["kind"] == "aggregate"
 
 
 def average_outputs(

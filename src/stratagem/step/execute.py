@@ -14,6 +14,7 @@ from stratagem import context, variables
 from stratagem.step import effects, invariance, numerics, tape, uneven
 from stratagem.step.arguments import Argument, describe, flatten, row_classes
 from stratagem.step.compiled import Compiled
+from stratagem.step.halves import Halves
 from stratagem.step.lower import boundary, evaluate
 from stratagem.step.same import identity
 from stratagem.step.together import in_step
@@ -156,7 +157,7 @@ class Executor:
             if facts.dirty:
                 return program
             program = tape.resolve(program, facts)
-            if fit is not None:
+            if program.aggregated:
                 _close(program, frame, split, fit)
             if numerics.is_on():
                 numerics.instrument(program)
@@ -176,7 +177,10 @@ class Executor:
             run: Any = functools.partial(evaluate, first.jaxpr)
         else:
             run = uneven.merge(programs, members, inputs)
-        function = boundary(first, run, mesh, split, keep=strategy.keeps_state)
+        if strategy.central:
+            function = Halves(strategy, programs, members, split, run)
+        else:
+            function = boundary(first, run, mesh, split, keep=strategy.keeps_state)
         return Compiled(strategy, first, function, described, programs, members)
 
     def _count_trace(self, fn: Any) -> None:
@@ -192,8 +196,8 @@ class Executor:
             )
 
 
-def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit) -> None:
-    """Combines a fit step's metrics, and its results unless they are rows."""
+def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit | None) -> None:
+    """Combines a step's metrics, and a fit step's results unless they are rows."""
     if frame.strategy.num_replicas_in_sync == 1:
         return
     outs = program.jaxpr.jaxpr.outvars
@@ -205,6 +209,8 @@ def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit) 
     ]
     frame = dataclasses.replace(frame, trace=Trace(frame.strategy, Facts(), program.rows))
     program.jaxpr = effects.close(program.jaxpr, accumulators, frame)
+    if fit is None:
+        return
     kind = "rows" if fit.rows_out and program.rows.even else "local" if fit.rows_out else "shared"
     program.out_leaves = [(kind if k == "local" else k, v) for k, v in program.out_leaves]
     if not fit.rows_out:

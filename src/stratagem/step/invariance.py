@@ -121,7 +121,7 @@ def _while(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
 
 def input_state(program: Program, argument_varies: Sequence[bool]) -> list[bool]:
     """Which inputs of a program vary: on-read components and the replicas' own data."""
-    components = [_varies(v) for v in program.variables]
+    components = [not program.aggregated and _varies(v) for v in program.variables]
     return [*components, *argument_varies]
 
 

@@ -120,7 +120,7 @@ def boundary(
     if mesh is None:
 
         def one(given: list[Any], kept: list[Any], arguments: list[Any]) -> Any:
-            outs = run([*_weave(donated, given, kept), *arguments])
+            outs = run([*weave(donated, given, kept), *arguments])
             return outs[: program.num_outputs], outs[program.num_outputs :]
 
         return jax.jit(one, donate_argnums=donate)
@@ -147,7 +147,7 @@ def boundary(
             [v[0] if spec == stacked else v for v, spec in zip(vs, ss, strict=True)]
             for vs, ss in zip((given, kept, arguments), in_specs, strict=True)
         )
-        outs = run([*_weave(donated, given, kept), *arguments])
+        outs = run([*weave(donated, given, kept), *arguments])
         results, state = outs[: program.num_outputs], outs[program.num_outputs :]
         return tuple(
             [jnp.asarray(v)[None] if new else v for v, new in zip(vs, axes, strict=True)]
@@ -193,7 +193,7 @@ def describe_inputs(
     )
 
 
-def _weave(donated: Sequence[bool], given: list[Any], kept: list[Any]) -> list[Any]:
+def weave(donated: Sequence[bool], given: list[Any], kept: list[Any]) -> list[Any]:
     """Puts the donated and the kept variables back into the program's order."""
     given_iter, kept_iter = iter(given), iter(kept)
     return [next(given_iter) if d else next(kept_iter) for d in donated]

@@ -79,6 +79,11 @@ class Trace:
         self._exchanges = 0
         self.scope: ProgramScope | None = None
 
+    @property
+    def aggregated(self) -> bool:
+        """True where an on-read variable is one value between steps: see `Program.aggregated`."""
+        return self.rows.weight is not None or self.strategy.central
+
     def is_unconnected(self, call: int, source: int) -> bool:
         """True for a source of a gradient that has no influence on its target on any replica."""
         classes = self.facts.unconnected.get((call, source), set())
@@ -253,13 +258,12 @@ def _attempt(
 ) -> Program:
     state = list(facts.variables.values())
     current = Trace(strategy, facts, rows)
-    aggregated = rows.weight is not None or strategy.central
     found: dict[str, Any] = {}
 
     def program(state_values: list[Any], arguments: list[Any]) -> Any:
         scope = ProgramScope(current)
         for variable, value in zip(state, state_values, strict=True):
-            if aggregated and variables.is_on_read(variable):
+            if current.aggregated and variables.is_on_read(variable):
                 value = effects.local_start(variable, value, strategy)
             scope.state_mapping[id(variable)] = value
         with context.entered(dataclasses.replace(frame, trace=current)), scope:
@@ -274,7 +278,9 @@ def _attempt(
     state_specs = [variables.local_spec(v) for v in state]
     jaxpr = jax.make_jaxpr(program)(state_specs, list(specs))
     jaxpr = ClosedJaxpr(jaxpr.jaxpr, [_off_mesh(const) for const in jaxpr.consts])
-    return Program(jaxpr, state, found["written"], found["tree"], found["leaves"], rows, aggregated)
+    return Program(
+        jaxpr, state, found["written"], found["tree"], found["leaves"], rows, current.aggregated
+    )
 
 
 def _off_mesh(const: Any) -> Any:

@@ -45,7 +45,7 @@ class DescribedTPUStrategy(TPUStrategy):
         self.spans = False  # no other process runs either
 
     def _find_devices(self) -> list[jax.Device]:
-        return _describe(self.topology)
+        return describe_slice(self.topology)
 
     def place(self, value: Any) -> jax.Array:
         """Where JAX puts it on this machine."""
@@ -88,7 +88,13 @@ class DescribedTPUStrategy(TPUStrategy):
         )
 
 
-def _describe(topology: str) -> list[jax.Device]:
+def describe_slice(topology: str) -> list[jax.Device]:
+    """The cores of a slice, such as `"v5e:4x4"`, each machine's together.
+
+    Raises:
+        ImportError: libtpu is not installed.
+        ValueError: libtpu knows no such slice.
+    """
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except RuntimeError as error:

@@ -75,6 +75,11 @@ class Layout:
             return self.place_local(np.asarray(stacked)[self.local_replicas.start :])
         return jax.device_put(_canonical(stacked), self._split)
 
+    def place_components(self, variable: Any, held: jax.Array) -> jax.Array:
+        """The components of an on-read variable on the replicas that there are now."""
+        del variable
+        return held
+
     def place_local(self, rows: Any) -> jax.Array:
         """Makes `[replicas, ...]` of the rows of this process's replicas. Every process calls it.
 

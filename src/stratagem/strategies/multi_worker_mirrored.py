@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stratagem import config
+from stratagem import config, context, variables
 from stratagem.cluster import runtime
 from stratagem.cluster.abstract import ClusterResolver
 from stratagem.cluster.lockstep import Lockstep
@@ -21,8 +22,9 @@ from stratagem.collectives.options import CommunicationOptions
 from stratagem.errors import GroupChangedError, JobMismatchError, UnevenShapesError
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.sharing import share
-from stratagem.values import IndexedSlices, PerReplica, map_leaves
+from stratagem.values import IndexedSlices, PerReplica, map_leaves, unstack
 
+_log = logging.getLogger("stratagem")
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _VALUE_BYTES = 1 << 20  # of a message on the job's channel
 
@@ -73,6 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._replaced: dict[int, tuple[Any, Any]] = {}
         self._doing = "a reduce"  # outside of what has a name
+        self._warned: set[int] = set()  # variables that lost components at the latest change
         self._datasets: list[weakref.ref[Any]] = []
         super().__init__(self._find_devices(), options.cross_device_ops())
 
@@ -151,6 +154,20 @@ class MultiWorkerMirroredStrategy(Strategy):
             value = replaced[1]
         return self.place(value)
 
+    def place_components(self, variable: Any, held: jax.Array) -> jax.Array:
+        """Components on the replicas that there are now; says where those of others are lost."""
+        if self.job is None or held.sharding == self._split:
+            return held
+        placed = self.place_local(np.stack([np.asarray(part) for part in unstack(held)]))
+        if held.shape[0] > placed.shape[0] and id(variable) not in self._warned:
+            self._warned.add(id(variable))
+            _log.warning(
+                "Variable %s keeps a component on each replica until it is read: those of the "
+                "lost processes are lost. (Its value after a change is that of the others.)",
+                variables.describe(variable),
+            )
+        return placed
+
     def replace_state(self, variable: Any, old: Any, new: Any) -> None:
         """Takes the value of a step that was done again for the value that it gave before."""
         self._replaced[id(variable)] = (old, new)
@@ -164,8 +181,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _rebuild(self) -> None:
         runtime.check_devices(self.job)
         self._lay_out(self._find_devices())
+        self._warned = set()
         self._datasets = [made for made in self._datasets if made() is not None]
-        for dataset in [made() for made in self._datasets]:
+        for dataset in filter(None, [made() for made in self._datasets]):
             try:
                 dataset.follow(self.mesh, self.job)
             except GroupChangedError as error:
@@ -185,6 +203,40 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.keeps_state:
             self._datasets.append(weakref.ref(dataset))
         return dataset
+
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """As `Strategy`. Every process calls it, outside of steps too."""
+        if self.job is None or context.current().trace is not None:
+            return super().reduce(reduce_op, value, axis)
+        reduce = super().reduce
+        return self.job.together(lambda: reduce(reduce_op, self._left(value), axis))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """As `Strategy`. Every process calls it, outside of steps too."""
+        if self.job is None or context.current().trace is not None:
+            return super().gather(value, axis)
+        gather = super().gather
+        return self.job.together(lambda: gather(self._left(value), axis))
+
+    def _left(self, value: Any) -> Any:
+        """A value of processes before a change, as what is left of it: the parts that are here."""
+
+        def left(leaf: Any) -> Any:
+            stacked = getattr(leaf, "stacked", None)
+            if not isinstance(leaf, PerReplica) or leaf.num_replicas == len(self.local_replicas):
+                return leaf
+            if stacked is None and leaf.num_replicas == self.num_replicas_in_sync:
+                return leaf
+            if stacked is not None and stacked.sharding == self.layouts[1]:
+                return leaf
+            _log.warning(
+                "A value of %d replicas, from before the processes changed, is combined from the "
+                "parts of those that are left: the lost ones' parts are missing in it.",
+                leaf.num_replicas,
+            )
+            return PerReplica([np.asarray(part) for part in leaf.values])
+
+        return map_leaves(left, value)
 
     def current(self, value: Any) -> Any:
         """A part of a batch, dealt anew where the processes have changed since it was dealt."""

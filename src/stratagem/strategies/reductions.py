@@ -43,7 +43,7 @@ def reduce_leaf(strategy: Any, op: ReduceOp, value: Any, axis: Axis) -> Any:
 
 def variable_value(strategy: Any, variable: Any) -> Any:
     """A variable as a distributed value: its components, or its value on each replica."""
-    if has_components(variable):
+    if has_components(variable) and strategy.num_replicas_in_sync > 1:
         return PerReplica.from_stacked(variable.components)
     return Mirrored((variable.value,) * strategy.num_replicas_in_sync)
 

@@ -27,4 +27,7 @@ with tempfile.TemporaryDirectory() as folder:
     model.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=callbacks, batch_size=2)
     if strategy.cluster_resolver.task_id == 1:
         time.sleep(1)  # the chief, which hosts the service, comes to its end before
-    report({"log": log.stat().st_size if log.exists() else 0})
+    saved = Path(folder, "only_the_chief.keras")
+    if strategy.cluster_resolver.task_id == 0:
+        model.save(saved)
+    report({"log": log.stat().st_size if log.exists() else 0, "saved": saved.exists()})

@@ -1,7 +1,8 @@
 """`fit` that loses a worker, gets it back, and counts every row; for `stratagem run`.
 
-Arguments: folder for results, rank that dies, step (of all training steps) at which it does, step at
-which the others wait for the replacement.
+Arguments: folder for results, rank that dies, step (of all training steps) before which it does,
+step before which the others wait for the replacement, and for the last rank a step whose end it
+misses, so that the others are one step ahead of it (-1 for each that does not happen).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import stratagem
-
 import keras
 import numpy as np
+
+import stratagem
 
 EPOCHS, ROWS, BATCH = 4, 44, 8
 SECONDS = 60.0
@@ -66,6 +67,23 @@ class Fate(keras.callbacks.Callback):
         self.shares.append(self._strategy.num_replicas_in_sync)
 
 
+def forget(strategy: Any, fate: Fate, step: int) -> None:
+    """At a step, this process has news of a loss when all have computed, and before it knows."""
+    member, run = strategy.job.member, strategy.job.member.run
+
+    def late(work: Any, doing: str) -> Any:
+        result = run(work, doing)
+        if fate._step == step and "train step" in doing:
+            deadline = time.monotonic() + SECONDS
+            while not member.has_changed and time.monotonic() < deadline:
+                time.sleep(0.005)
+            member.run = run
+            member.raise_if_changed()
+        return result
+
+    member.run = late
+
+
 def digest(model: Any) -> str:
     """Of the bits of all variables."""
     found = [*model.variables, *model.optimizer.variables]
@@ -95,19 +113,33 @@ def train(strategy: Any, callbacks: list[Any]) -> Any:
     return model, history.history
 
 
-def main(folder: Path, rank: int, dies: int, waits: int) -> None:
+def undisturbed() -> dict[str, Any]:
+    """What one process finds that nothing happens to."""
+    keras.utils.set_random_seed(100)
+    model, history = train(stratagem.OneDeviceStrategy("CPU:0"), [])
+    return {
+        "history": history,
+        "weights": [np.asarray(w) for w in model.get_weights()],
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+
+
+def main(folder: Path, rank: int, dies: int, waits: int, forgets: int) -> None:
     joins = bool(os.environ.get("STRATAGEM_JOIN"))
     strategy = stratagem.MultiWorkerMirroredStrategy()
     index = strategy.cluster_resolver.task_id
     keras.utils.set_random_seed(100 + joins)  # who joins has other values at first
     dies, waits = (-1, -1) if joins else (dies, waits)
     fate = Fate(strategy, dies if index == rank else -1, waits)
+    if forgets >= 0 and index == 2 and not joins:
+        forget(strategy, fate, forgets)
     model, history = train(strategy, [fate, keras.callbacks.EarlyStopping("loss", patience=9)])
     result = {
         "joined": joins,
         "history": history,
         "shares": fate.shares,
         "digest": digest(model),
+        "taken back": strategy.job.lockstep.taken_back,
         "weights": [np.asarray(w).tolist() for w in model.get_weights()],
         "iterations": int(model.optimizer.iterations.numpy()),
     }
@@ -115,4 +147,4 @@ def main(folder: Path, rank: int, dies: int, waits: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:6]))

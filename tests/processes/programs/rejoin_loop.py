@@ -12,25 +12,22 @@ import signal
 import sys
 import time
 from pathlib import Path
-
-import stratagem
-from stratagem.train import Backup
+from typing import Any
 
 import keras
 import numpy as np
 from rejoin import SECONDS, digest
 
+import stratagem
+from stratagem.train import Backup
+
 EPOCHS, ROWS, BATCH = 3, 44, 8
 
 
-def main(folder: Path, rank: int, dies: int, waits: int) -> None:
-    joins = bool(os.environ.get("STRATAGEM_JOIN"))
-    strategy = stratagem.MultiWorkerMirroredStrategy()
-    index = strategy.cluster_resolver.task_id
-    dies, waits = (-1, -1) if joins else (dies, waits)
+def build(strategy: Any) -> tuple[Any, ...]:
+    """Model, optimizer, a total over the replicas, the data, and the step of a replica."""
     rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
     batches = [(x, x.sum(axis=1, keepdims=True)) for x in np.split(rows, range(BATCH, ROWS, BATCH))]
-    keras.utils.set_random_seed(100 + joins)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.Adam(0.01)
@@ -39,14 +36,38 @@ def main(folder: Path, rank: int, dies: int, waits: int) -> None:
         total = keras.Variable(0.0, aggregation="sum", synchronization="on_read", trainable=False)
     dataset = strategy.experimental_distribute_dataset(batches)
 
-    def replica_step(x, y):
+    def step(x: Any, y: Any) -> tuple[Any, Any]:
         with stratagem.GradientTape() as tape:
             loss = keras.ops.sum((model(x) - y) ** 2) / BATCH
         variables = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        total.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
-        return loss, keras.ops.cast(keras.ops.shape(x)[0], "float32")
+        count = keras.ops.cast(keras.ops.shape(x)[0], "float32")
+        total.assign_add(count)
+        return loss, count
 
+    return model, optimizer, total, dataset, step
+
+
+def undisturbed() -> tuple[list[float], np.ndarray]:
+    """Losses of all steps and the kernel, of one process that nothing happens to."""
+    keras.utils.set_random_seed(100)
+    strategy = stratagem.OneDeviceStrategy("CPU:0")
+    model, _, _, dataset, step = build(strategy)
+    losses = [
+        float(strategy.reduce("SUM", strategy.run(step, args=batch)[0], axis=None))
+        for _ in range(EPOCHS)
+        for batch in dataset
+    ]
+    return losses, np.asarray(model.get_weights()[0])
+
+
+def main(folder: Path, rank: int, dies: int, waits: int) -> None:
+    joins = bool(os.environ.get("STRATAGEM_JOIN"))
+    strategy = stratagem.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    dies, waits = (-1, -1) if joins else (dies, waits)
+    keras.utils.set_random_seed(100 + joins)
+    model, optimizer, total, dataset, replica_step = build(strategy)
     seen, counted, losses, shares = 0.0, [], [], []
     with Backup(folder / "backup", model=model, total=total) as backup:
         start = backup.restore()
