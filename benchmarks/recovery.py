@@ -8,7 +8,8 @@ its replacement awaited. Both survivors are measured each time; the slower one c
 
 - told: from the kill until the survivor's program knows it (the clock of the machine),
 - together: new coordination service and devices, agreeing on the step,
-- step: trace, compile or find in the persistent cache, and run the step on the devices there are,
+- step: trace, compile or find in the persistent cache, and run the step on the devices there are;
+  of which `trace`, `lower` and `compile`, as JAX says (also of small programs around the step),
 - all: the sum; the next finished step.
 
 For who joins: the pause of the survivors, from the step in which they are told.
@@ -31,13 +32,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 WORKERS, BATCH, CALM_STEPS = 3, 192, 10
 SECONDS = 120.0
 MARK = "MEASURED "
-PARTS = ("told", "together", "step", "all")
+PARTS = ("told", "together", "step", "trace", "lower", "compile", "all")
+EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",  # or reading it from the cache
+}
 
 
 def say(**what: Any) -> None:
@@ -48,12 +55,21 @@ def say(**what: Any) -> None:
 class Tell(logging.Handler):
     """Passes on what the job says of a change, in figures."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent = dict.fromkeys(EVENTS.values(), 0.0)
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event in EVENTS:
+            self.spent[EVENTS[event]] += seconds
+
     def emit(self, record: logging.LogRecord) -> None:
         """Of one record."""
         if isinstance(record.args, tuple) and len(record.args) == 6:
             why, members, _, _, together, step = record.args
             size = len(str(members).split(","))
-            say(kind="changed", why=why, size=size, together=together, step=step)
+            say(kind="changed", why=why, size=size, together=together, step=step, **self.spent)
 
 
 def work() -> None:
@@ -64,7 +80,8 @@ def work() -> None:
     import keras
     import numpy as np
 
-    logging.getLogger("stratagem").addHandler(Tell())
+    tell = Tell()
+    logging.getLogger("stratagem").addHandler(tell)
     index = strategy.cluster_resolver.task_id
 
     class Steps(keras.callbacks.Callback):
@@ -75,6 +92,7 @@ def work() -> None:
             self.since = self.since + 1 if now == self.size else 1
             self.size = now
             if self.since == CALM_STEPS:
+                tell.spent = dict.fromkeys(tell.spent, 0.0)
                 say(kind="calm", index=index, size=now)
 
     rows = np.random.default_rng(0).normal(size=(100 * BATCH, 784)).astype("float32")
@@ -124,7 +142,7 @@ def _changes(said: Iterator[dict[str, Any]], size: int, killed: float) -> list[d
         one = next(said)
         if one["kind"] == "changed" and one["size"] == size:
             every = one["at"] - killed
-            parts = {"together": one["together"], "step": one["step"], "all": every}
+            parts = {name: one[name] for name in PARTS if name in one} | {"all": every}
             found.append({"told": every - one["together"] - one["step"], **parts})
     return found
 
@@ -160,6 +178,7 @@ def main() -> None:
     if options.worker:
         work()
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the job too
     with tempfile.TemporaryDirectory() as cache:
         limits = ["--min-workers", "2", "--max-restarts", str(options.kills)]
         limits += ["--wait-for-replacement", str(SECONDS)]
@@ -167,7 +186,7 @@ def main() -> None:
         job = subprocess.Popen(
             [*command, __file__, "--worker"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache},
+            env={**os.environ, "XDG_CACHE_HOME": cache},
         )  # fmt: skip
         try:
             found = collect(job, options.kills, random.Random(options.seed))

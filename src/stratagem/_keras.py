@@ -24,15 +24,15 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope as get_
 from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
 from keras.src.backend.jax.core import JaxVariable as JaxVariable
 
+# The EpochIterator that this trainer makes. Needed: `_get_iterator()`, called for each pass through
+# the data.
+from keras.src.backend.jax.trainer import JAXEpochIterator as JAXEpochIterator
+
 # The trainer mixed into keras.Model on the JAX backend. Needed: `make_train_function`,
 # `make_test_function`, `make_predict_function`, `_make_function`, and the step methods
 # `train_step(state, data)`, `test_step(state, data)`, `predict_step(state, data)`. For backups:
 # `jax_state_sync()` and `_initial_epoch`, which `fit` reads after the callbacks' `on_train_begin`.
 from keras.src.backend.jax.trainer import JAXTrainer as JAXTrainer
-
-# The EpochIterator that this trainer makes. Needed: `_get_iterator()`, called for each pass through
-# the data.
-from keras.src.backend.jax.trainer import JAXEpochIterator as JAXEpochIterator
 
 # The layer whose batch statistics `synchronized=True` makes global. Needed: `__init__`,
 # `_moments(inputs, mask)`, `_reduction_axes`.

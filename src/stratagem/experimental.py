@@ -6,7 +6,7 @@ from stratagem import strategies
 from stratagem.cluster import ClusterResolver, TPUClusterResolver
 from stratagem.collectives import CommunicationImplementation as CommunicationImplementation
 from stratagem.collectives import CommunicationOptions as CommunicationOptions
-from stratagem.collectives.options import collective_hints as CollectiveHints  # noqa: N812
+from stratagem.collectives.options import collective_hints
 from stratagem.data import ValueContext as ValueContext
 from stratagem.recovery.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
@@ -18,6 +18,7 @@ from stratagem.strategies import DescribedTPUStrategy as DescribedTPUStrategy
 from stratagem.tpu.experimental import DeviceAssignment
 
 CollectiveCommunication = CommunicationImplementation
+CollectiveHints = collective_hints
 
 
 class MultiWorkerMirroredStrategy(strategies.MultiWorkerMirroredStrategy):

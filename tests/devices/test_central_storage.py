@@ -83,6 +83,11 @@ class TestDevices:
         with pytest.raises(ValueError, match=r"no such devices: \['CPU:99'\]"):
             make(["CPU:1"], "CPU:99")
 
+    def test_a_host_that_jax_does_not_have_is_missed(self, monkeypatch):
+        monkeypatch.setattr(stratagem.config, "devices_of", lambda kind: [])
+        with pytest.raises(ValueError, match="expected a CPU device to keep the variables on.*"):
+            stratagem.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"])
+
 
 class TestPlaces:
     def test_between_steps_the_compute_devices_hold_no_variable(self):
@@ -216,6 +221,26 @@ class TestOnRead:
         assert float(mean.result()) == 4.0
         assert float(error.result()) == 1.0
 
+    def test_a_program_of_several_runs_reads_what_they_wrote(self):
+        strategy = central()
+        var = variable(strategy, "none")
+        with strategy.scope():
+            mean = keras.metrics.Mean()
+
+        @stratagem.function
+        def twice(parts):
+            def step(x):
+                mean.update_state(x)
+                return x * var.value
+
+            for _ in range(2):
+                var.assign_add(strategy.reduce("SUM", strategy.run(step, (parts,)), axis=None))
+            return mean.result()
+
+        mean_of_all = twice(stratagem.PerReplica([np.float32(1), np.float32(2)]))
+        assert float(var.value) == 160.0  # 10 + 3 * 10, then 40 + 3 * 40
+        assert float(mean_of_all) == float(mean.result()) == 1.5
+
 
 class TestLayers:
     def test_r76_convolutions_embeddings_and_attention(self):
@@ -259,6 +284,16 @@ class TestLayers:
         np.testing.assert_allclose(model.fit(x, y, **options).history["loss"], want, rtol=1e-5)
         for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+    def test_a_replica_that_diverges_is_named(self):
+        model = model_of(central())
+        x, y = rows(4)
+        y[3] = np.nan
+        with (
+            stratagem.debug.check_numerics(),
+            pytest.raises(stratagem.errors.DivergedError, match="replica 1: array argument 1"),
+        ):
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
 
     def test_a_model_that_was_built_outside_comes_in(self, tmp_path):
         model = model_of(stratagem.get_strategy())

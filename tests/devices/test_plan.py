@@ -65,6 +65,19 @@ def custom_loop(rows=32):
         strategy.run(step, args=(batch,))
 
 
+def own_function():
+    strategy = stratagem.TPUStrategy(None)
+    with strategy.scope():
+        total = keras.Variable(jnp.zeros(3))
+
+    @stratagem.function
+    def twice():
+        strategy.run(lambda: total.assign_add(jnp.ones(3)))
+        strategy.run(lambda: total.assign_add(jnp.ones(3)))
+
+    twice()
+
+
 def fit(rows=30):
     model = dense()
     model.compile("sgd", "mse")
@@ -91,6 +104,13 @@ def test_fit_is_caught_without_a_strategy():
     assert program.caught.startswith("a train step of model 'sequential")
     assert program.strategy == ("none",)
     assert (program.rows, program.rows_per_replica) == (30, 8)
+
+
+def test_a_function_is_caught_whole():
+    program = catch(own_function)
+    assert program.caught == "stratagem.function own_function.twice"
+    assert program.strategy == ("TPUStrategy",)
+    assert (program.rows, program.trainable, program.state) == (0, 12, 12)
 
 
 def test_more_replicas_than_rows():
@@ -229,7 +249,7 @@ def test_the_picture_is_drawn(tmp_path):
     ("source", "said"),
     [
         ("print('nothing')", "expected a training step.*Got the end of the script without one"),
-        ("import sys; sys.exit(5)", "expected it to run as far as.*Got exit code 5 before"),
+        ("import sys; sys.exit(3)", "expected it to run as far as.*Got exit code 3 before"),
     ],
 )
 def test_scripts_without_a_step(tmp_path, source, said, capfd):

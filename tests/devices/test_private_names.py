@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem import _jax, _keras
+from stratagem import _jax, _keras, _orbax
 
 SOURCE = Path(stratagem.__file__).parent
 
@@ -182,7 +182,7 @@ def test_what_backups_need_of_inputs():
     assert iterator.steps_per_execution == 1
     assert iterator.data_adapter.num_batches == 2
     assert (iterator._steps_seen, iterator._current_iterator) == (0, None)
-    (begin, end, source), *_ = iterator  # from `_enumerate_iterator`
+    begin, end, source = next(iter(iterator))  # from `_enumerate_iterator`
     assert (begin, end) == (0, 0)
     assert jax.tree.leaves(next(source))[0].shape == (2, 1)
     assert iterator._current_iterator is source
@@ -263,3 +263,10 @@ def test_backends_can_be_forgotten():
     assert list(inspect.signature(_jax._xla_bridge._clear_backends).parameters) == []
     assert callable(_jax._dispatch.runtime_tokens.clear)
     assert callable(jax.clear_caches)
+
+
+def test_orbax_keeps_its_client_of_the_coordination_service():
+    first = _orbax.get_signaling_client()
+    assert _orbax.get_signaling_client() is first
+    _orbax.forget_coordination_service()
+    assert _orbax.get_signaling_client.cache_info().currsize == 0

@@ -74,6 +74,18 @@ def test_fit_goes_on_without_the_chief_and_its_replacement_takes_its_share(tmp_p
         assert f"[{who}] WARNING:stratagem:worker 0 joins. Going on with worker 0, w" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_lost_at_whatever_step(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    steps = rejoin.EPOCHS * -(-rejoin.ROWS // rejoin.BATCH)
+    rank, step = int(rng.integers(3)), int(rng.integers(1, steps - 4))
+    found, _ = run(tmp_path, REPLACED, "rejoin", rank, step, step + 2, -1)
+    assert [result["joined"] for result in found] == [i == rank for i in range(3)]
+    assert all(result["shares"][-1] == 3 for result in found)
+    check_fit(found)
+
+
 def test_who_is_a_step_ahead_takes_it_back(tmp_path):
     found, _ = run(tmp_path, MIN_WORKERS, "rejoin", 1, 4, -1, 3)
     assert [result["taken back"] for result in found] == [1, 0]

@@ -37,6 +37,13 @@ def at(text):
     return topology.parse(text, MACHINES)
 
 
+def test_planning_needs_no_jax():
+    files = list(machines.BUILT_IN.parent.glob("*.py"))
+    assert len(files) >= 6
+    for file in files:
+        assert not re.search(r"^\s*(import|from) (jax|keras|numpy)", file.read_text(), re.MULTILINE)
+
+
 # Formulas.
 
 

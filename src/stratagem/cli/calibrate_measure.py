@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stratagem
 from stratagem import config
+from stratagem.context import get_replica_context
 from stratagem.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from stratagem.values import ReduceOp
 
 MARK = "calibrated: "
 _REPEATS = 20
@@ -44,11 +45,15 @@ def device() -> dict[str, float]:
     a = jnp.ones((_SIDE, _SIDE), jnp.float32)
     image, kernel = jnp.ones((32, 32, 32, 32)), jnp.ones((3, 3, 32, 64))
     large, small = jnp.ones(_LARGE), jnp.ones(1 << 14)
+    convolution = 2 * 32 * 32**2 * 9 * 32 * 64
     tiny, host = jnp.eye(16), np.ones(_LARGE, np.float32)
 
     def convolve(x: Any, k: Any) -> Any:
         layout = ("NHWC", "HWIO", "NHWC")
         return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=layout)
+
+    def train(x: Any, k: Any) -> Any:  # gradients are most of a step, and slower
+        return jax.grad(lambda x, k: jnp.sum(convolve(x, k) ** 2), (0, 1))(x, k)
 
     def chain(x: Any) -> Any:
         return functools.reduce(lambda y, _: y * 0.999 + 0.001, range(_CHAIN), x)
@@ -59,7 +64,7 @@ def device() -> dict[str, float]:
     empty = _least(jax.jit(lambda x: x + 1), tiny)
     return {
         "product": 2 * _SIDE**3 / _least(jax.jit(jnp.matmul), a, a),
-        "convolution": 2 * 32 * 32**2 * 9 * 32 * 64 / _least(jax.jit(convolve), image, kernel),
+        "convolution": 3 * convolution / _least(jax.jit(train), image, kernel),
         "other": 2 * _CHAIN * small.size / _least(jax.jit(chain), small),
         "memory_bandwidth": 2 * large.nbytes / _least(jax.jit(lambda x: x + 1), large),
         "host_bandwidth": host.nbytes / _least(lambda x: jax.device_put(x.copy()), host),
@@ -91,7 +96,7 @@ def _all_reduces(strategy: Strategy) -> tuple[float, float]:
     """
 
     def reduce(x: Any) -> Any:
-        return stratagem.get_replica_context().all_reduce(stratagem.ReduceOp.SUM, x)[:1]
+        return get_replica_context().all_reduce(ReduceOp.SUM, x)[:1]
 
     def nothing(x: Any) -> Any:
         return x[:1] + 1
@@ -129,9 +134,7 @@ def _timed(call: Callable[[], Any]) -> float:
 def _least(function: Callable[..., Any], *arguments: Any) -> float:
     """The shortest of several calls, in seconds; the first one, which compiles, not counted."""
     jax.block_until_ready(function(*arguments))
-    return min(
-        _timed(lambda: jax.block_until_ready(function(*arguments))) for _ in range(_REPEATS)
-    )
+    return min(_timed(lambda: jax.block_until_ready(function(*arguments))) for _ in range(_REPEATS))
 
 
 if __name__ == "__main__":

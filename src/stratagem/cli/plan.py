@@ -225,9 +225,10 @@ def trace(wanted: Config, where: Topology) -> Program:
         done = subprocess.run(
             [*command, wanted.script, *wanted.arguments], env=environment, stdout=2, check=False
         )
-        if out.is_file():
-            return Program.from_json(out.read_text())
-    if done.returncode == plan_trace.NOTHING_CAUGHT:
+        counted = out.read_text() if out.is_file() else None
+    if counted:
+        return Program.from_json(counted)
+    if counted is not None:
         raise PlanError(
             f"{wanted.script}: expected a training step: fit, train_on_batch, strategy.run or a "
             "stratagem.function. Got the end of the script without one. Give it the arguments with "

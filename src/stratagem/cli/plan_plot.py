@@ -14,6 +14,9 @@ SUFFIXES = (".png", ".pdf", ".svg")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _PARTS = {"compute": "#0072B2", "all-reduce": "#D55E00"}
 _GREY = "#666666"
+_BELOW: dict[str, Any] = {
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.11), "ncols": 3, "frameon": False
+}  # fmt: skip
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -87,7 +90,7 @@ def _draw_scaling(axes: Any, plan: Plan) -> None:
     axes.set_title("Rows a second and device, relative to one device", loc="left", fontsize=11)
     axes.grid(alpha=0.25)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=9, loc="best", framealpha=0.9)
+    axes.legend(handles[::-1], labels[::-1], fontsize=9, **_BELOW)
 
 
 def _draw_parts(axes: Any, plan: Plan) -> None:
@@ -119,7 +122,7 @@ def _draw_parts(axes: Any, plan: Plan) -> None:
     axes.invert_yaxis()
     axes.set(xlim=(0, most), xlabel=f"{unit} a step")
     axes.set_title(f"One step on {plan.topology.devices:,} devices", loc="left", fontsize=11)
-    axes.legend(fontsize=9, loc="upper right", framealpha=0.9)  # The short bars are above.
+    axes.legend(fontsize=9, **_BELOW)
 
 
 def _shown(plan: Plan) -> list[Any]:

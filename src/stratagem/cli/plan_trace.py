@@ -32,15 +32,13 @@ from stratagem.strategies import DefaultStrategy, PlannedStrategy, Strategy
 from stratagem.strategies.described import describe_slice
 from stratagem.values import PerReplica
 
-NOTHING_CAUGHT = 3  # exit code; the other ones are the script's own
-
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """What is to be traced.
 
     Args:
-        out: where the counts go, as JSON.
+        out: file for the counts, as JSON; empty if the script ends without a step.
         replicas: how many.
         rows: of each replica; 0 for what the script gives.
         compiler: slice that libtpu compiles for, such as `"v5e:8x8"`; empty for none.
@@ -90,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    return NOTHING_CAUGHT
+    Path(wanted.out).write_text("")
+    return 0
 
 
 @contextlib.contextmanager
@@ -121,7 +120,7 @@ def replaced(planned: PlannedStrategy, asked: list[str], rows: int = 0) -> Itera
     own = {c: c.__dict__["__new__"] for c in made if "__new__" in c.__dict__}
     try:
         for cls in made:
-            cls.__new__ = new  # type: ignore[assignment]
+            cls.__new__ = new  # type: ignore[method-assign,assignment]
         Executor.prepare = catch  # type: ignore[method-assign]
         config.set_virtual_devices = lambda count: None  # The planned ones are enough for it.
         yield
@@ -129,7 +128,7 @@ def replaced(planned: PlannedStrategy, asked: list[str], rows: int = 0) -> Itera
         config.set_virtual_devices = set_devices
         Executor.prepare = prepare  # type: ignore[method-assign]
         for cls in made:
-            cls.__new__ = own.get(cls, _plain_new)  # type: ignore[method-assign,assignment]
+            cls.__new__ = own.get(cls, _plain_new)  # type: ignore[method-assign]
 
 
 def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,8 @@ def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _subclasses(cls: type) -> list[type]:
-    return [c for sub in cls.__subclasses__() for c in (sub, *_subclasses(sub))]
+    found: list[type] = cls.__subclasses__()
+    return [c for direct in found for c in (direct, *_subclasses(direct))]
 
 
 def _what(executor: Executor, fn: Any) -> str:
@@ -187,7 +187,7 @@ def _zeros(part: Any, rows: int) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(part.dtype, allow_extended_dtype=True)
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return part[:1].repeat(rows, 0)
-    return np.broadcast_to(np.zeros((), dtype), (rows, *part.shape[1:]))
+    return np.broadcast_to(np.zeros((), np.dtype(str(dtype))), (rows, *part.shape[1:]))
 
 
 def count(

@@ -19,7 +19,7 @@ def keep() -> None:
     does one that replaces another. Its folder is `stratagem/jax` in the user's cache folder.
     """
     env = config.environment()
-    if _CHOSEN in env or jax.config.jax_compilation_cache_dir:
+    if _CHOSEN in env or getattr(jax.config, "jax_compilation_cache_dir", None):
         return
     home = Path(env[_CACHES]) if env.get(_CACHES) else Path.home() / ".cache"
     jax.config.update("jax_compilation_cache_dir", str(home / "stratagem" / "jax"))

@@ -14,7 +14,6 @@ import gc
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import threading
@@ -24,13 +23,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, TypeVar
 
-import jax
-
 from stratagem.cluster.greeting import greet
 from stratagem.cluster.keys import Key
 from stratagem.cluster.membership import Beat, Terms
 from stratagem.cluster.messages import encode
-from stratagem.cluster.step_thread import Call, StepThread, await_all
+from stratagem.cluster.step_thread import Call, StepThread, await_all, may_tell_of_a_loss
 from stratagem.errors import GroupChangedError, PeerTimeoutError
 
 PEER_LOST = 43
@@ -39,7 +36,6 @@ PEER_LOST = 43
 _BEAT_SECONDS = 1.0
 # A step that fails may fail because of a process whose end is not announced yet.
 _NEWS_SECONDS = 5.0
-_STATUS = re.compile(r"[A-Z_]+: ")
 
 _log = logging.getLogger("stratagem")
 
@@ -211,7 +207,7 @@ class Member:
                 job = self._wait(step, lambda: self.has_changed)
                 if not job.done:
                     self.raise_if_changed()
-                if _may_tell_of_a_loss(job.error):
+                if may_tell_of_a_loss(job.error):
                     self._news.wait_for(lambda: self.has_changed or self._ended, _NEWS_SECONDS)
                     self.raise_if_changed()
                     self._end_if_alone(doing, job.error)
@@ -382,13 +378,6 @@ class Member:
             self.others_wait = False
             self._latest = Generation(said["number"], members, service, said["why"])
             self._news.notify_all()
-
-
-def _may_tell_of_a_loss(error: BaseException | None) -> bool:
-    """Whether it comes from XLA: small programs raise ValueError with the text of a status."""
-    if isinstance(error, ValueError):
-        return _STATUS.match(str(error)) is not None
-    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def end_process(why: str, dump: bool) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ import numpy as np
 # How long a process with a step that was left behind lets the one before it end.
 _LEAVING_SECONDS = 2.0
 _LEAVING_LAST = 5
+
+_STATUS = re.compile(r"[A-Z_]+: ")
 
 T = TypeVar("T")
 
@@ -88,6 +91,13 @@ def await_all(threads: Sequence[StepThread], rank: int) -> None:
     deadline = time.monotonic() + min(rank + 1, _LEAVING_LAST) * _LEAVING_SECONDS
     for thread in threads:
         thread._thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def may_tell_of_a_loss(error: BaseException | None) -> bool:
+    """Whether it comes from XLA: small programs raise ValueError with the text of a status."""
+    if isinstance(error, ValueError):
+        return _STATUS.match(str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _computed(result: T) -> T:

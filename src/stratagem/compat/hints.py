@@ -20,8 +20,6 @@ HINTS = {
     + "on one machine use tf.distribute.MirroredStrategy.",
     "distribute.experimental.ParameterServerStrategy": _LATER
     + "use tf.distribute.MirroredStrategy, which is synchronous.",
-    "distribute.experimental.CentralStorageStrategy": _LATER
-    + "use tf.distribute.MirroredStrategy, which keeps variables on each device.",
     "distribute.experimental.TPUStrategy": _LATER
     + "use tf.distribute.MirroredStrategy, which takes the devices JAX finds.",
     "distribute.experimental.rpc": "Use zmq, or another library for calls between processes.",

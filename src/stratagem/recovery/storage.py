@@ -25,10 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-# Needed in a job whose processes change: Orbax keeps its client of JAX's coordination service for
-# ever, but each set of processes has a service of its own.
-from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
-
+from stratagem import _orbax
 from stratagem.errors import BackupError, CorruptBackupError
 
 _ARRAYS, _FACTS = "arrays", "facts"
@@ -193,7 +190,7 @@ class Storage:
     def _save(self, path: Path, items: dict[str, Any]) -> None:
         """Once more where the processes of the job change meanwhile, whose service Orbax uses."""
         for last in (False, True):
-            get_signaling_client.cache_clear()
+            _orbax.forget_coordination_service()
             try:
                 with _checkpointer() as writer:
                     writer.save(path, args=ocp.args.Composite(**items), force=True)

@@ -48,7 +48,7 @@ class Count:
         unknown: loops of an unknown number of turns, counted as one.
     """
 
-    operations: Counter[str] = field(default_factory=Counter)
+    operations: dict[str, float] = field(default_factory=dict)
     bytes: float = 0.0
     kernels: int = 0
     peak: int = 0
@@ -60,7 +60,7 @@ class Count:
     def add(self, other: Count, times: int = 1) -> None:
         """Adds another program, run so often; the peak is the caller's to know."""
         for name, number in other.operations.items():
-            self.operations[name] += times * number
+            self.operations[name] = self.operations.get(name, 0.0) + times * number
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
         self.reduces += times * other.reduces
@@ -113,8 +113,9 @@ class _Flat:
 
     def _inline(self, jaxpr: Any, keys: dict[Any, int], depth: int) -> list[int]:
         def key(v: Any) -> int:
-            if isinstance(v, Literal):
-                return self._key(v)
+            if isinstance(v, Literal):  # part of the code
+                self.sizes.append(0)
+                return len(self.sizes) - 1
             if v not in keys:
                 keys[v] = self._key(v)
             return keys[v]
@@ -162,10 +163,11 @@ def _add_node(found: Count, node: _Node) -> int:
     """Adds the operations of one equation; returns the bytes that live inside of it."""
     eqn = node.eqn
     if not node.loops:
-        kind = str(eqn.invars[0].aval.dtype) if node.name in _PRODUCTS else "other"
+        dtype = str(getattr(eqn.invars[0].aval, "dtype", "")) if eqn.invars else ""
+        kind = dtype if node.name in _PRODUCTS else "other"
         kind = f"conv {kind}" if node.name.startswith("conv_general") else kind
         if number := _operations(eqn):
-            found.operations[kind] += number
+            found.operations[kind] = found.operations.get(kind, 0.0) + number
         return 0
     counts = []
     for body in _bodies(eqn):
@@ -207,11 +209,11 @@ def _operations(eqn: JaxprEqn) -> float:
     out = _elements(eqn.outvars[0])
     if name == "dot_general":
         ((contracted, _), _) = eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        return 2.0 * out * math.prod(_shape(eqn.invars[0])[i] for i in contracted)
     if name == "conv_general_dilated":
         # Each output sums over the kernel's window and input features; of a gradient's dilated
         # input only every stride-th element is there.
-        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        kernel, numbers = _shape(eqn.invars[1]), eqn.params["dimension_numbers"]
         window = math.prod(kernel) / kernel[numbers.rhs_spec[0]]
         return 2.0 * out * window / math.prod(eqn.params["lhs_dilation"])
     if name in _MOVES or eqn.primitive in COLLECTIVES:
@@ -236,11 +238,11 @@ def _add_bytes(found: Count, flat: _Flat) -> None:
         else:
             by_chains.update(node.inputs)
     for key in {*by_kernels, *by_chains, *flat.results}:
-        node = maker.get(key)
-        chained = node is not None and not node.heavy
+        made_by = maker.get(key)
+        chained = made_by is not None and not made_by.heavy
         if chained and key not in flat.results and not by_kernels[key]:
             continue  # never leaves its chain
-        written = node is not None and not node.loops
+        written = made_by is not None and not made_by.loops
         found.bytes += flat.sizes[key] * (written + by_kernels[key] + (key in by_chains))
         found.kernels += chained
     found.kernels += sum(node.heavy and not node.loops for node in flat.nodes)
@@ -268,8 +270,12 @@ def _peak(flat: _Flat, inside: dict[int, int]) -> int:
     return most
 
 
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
 def _elements(v: Any) -> int:
-    return math.prod(getattr(v.aval, "shape", ()))
+    return math.prod(_shape(v))
 
 
 def _size(v: Any) -> int:

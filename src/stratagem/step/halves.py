@@ -136,9 +136,7 @@ class Halves:
         """Values that all replicas have alike, on the variables' device."""
         return jax.device_put([_near(v, self._home) for v in values], self._home)
 
-    def lower(
-        self, given: list[Any], kept: list[Any], arguments: list[Any]
-    ) -> jax.stages.Lowered:
+    def lower(self, given: list[Any], kept: list[Any], arguments: list[Any]) -> jax.stages.Lowered:
         """The replicas' program, not run; inputs are described."""
         inputs = [*weave(self._donated, given, kept), *arguments]
 

@@ -22,8 +22,9 @@ class CentralStorageStrategy(Strategy):
     whatever else only the update reads, never leave it; between steps the compute devices hold no
     variables. The results are those of MirroredStrategy.
 
-    Worth it where variables with their slots do not fit beside the activations; else Mirrored is
-    faster: here all weights that the model reads, with each table whole, travel in every step.
+    Worth it where variables with their slots do not fit beside the activations. The price is that
+    all weights that the model reads, each table whole, travel to each device in every step, of
+    `predict` too, and the gradients back. `lower` shows the replicas' program, without the update.
 
     Args:
         compute_devices: TF device strings; None or [] takes all local accelerators, else one CPU
@@ -32,7 +33,7 @@ class CentralStorageStrategy(Strategy):
             "CPU:0".
 
     Raises:
-        ValueError: a device does not exist or is named twice.
+        ValueError: a device does not exist or is named twice, or JAX has no CPU device.
         TypeError: compute_devices is no list.
     """
 
@@ -52,7 +53,7 @@ class CentralStorageStrategy(Strategy):
         if not compute_devices and config.device_name(devices[0]).startswith("/device:CPU"):
             devices = devices[:1]  # the device of several replicas on one CPU has to be named
         if parameter_device is None and len(devices) > 1:
-            parameter_device = "CPU:0"
+            parameter_device = _host()
         self._keeper = (
             devices[0] if parameter_device is None else config.resolve_device(parameter_device)
         )
@@ -84,3 +85,15 @@ class CentralStorageStrategy(Strategy):
             f"<{type(self).__name__} with variables on {keeping}, computing on [{computing}], made "
             f"at {self._made_at}>"
         )
+
+
+def _host() -> jax.Device:
+    """The CPU device that keeps variables when none is named."""
+    found = config.devices_of("CPU")
+    if not found:
+        raise ValueError(
+            "parameter_device: expected a CPU device to keep the variables on. Got none, since "
+            "JAX_PLATFORMS leaves the CPU out. Add it (JAX_PLATFORMS=cuda,cpu), or name another "
+            'device, such as parameter_device="GPU:0".'
+        )
+    return found[0]
