@@ -6,7 +6,6 @@ What was expected, what was got, where, and what to do: each pattern names all t
 from __future__ import annotations
 
 import copy
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem import IndexedSlices, Mirrored, PerReplica, ReduceOp, values
+from stratagem import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from stratagem.errors import (
     ReplicaBranchError,
     ReplicaDependentWriteError,
@@ -313,11 +312,6 @@ class TestValues:
             slices.to_dense()
         with pytest.raises(ValueError, match=text):
             two.reduce("SUM", PerReplica([slices] * 2), axis=None)
-
-    def test_parts_in_other_processes(self):
-        spanning = types.SimpleNamespace(is_fully_addressable=False)
-        with pytest.raises(ValueError, match="an array that spans processes; reduce or gather"):
-            values.unstack(spanning)
 
 
 class TestVariables:

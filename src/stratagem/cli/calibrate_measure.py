@@ -26,7 +26,7 @@ from stratagem.values import ReduceOp
 MARK = "calibrated: "
 _REPEATS = 20
 _SIDE = 1024  # of the matrices
-_LARGE = 1 << 22  # float32 values of arrays that are larger than caches
+_LARGE = 1 << 24  # float32 values of arrays that are larger than caches
 _SENT = 1 << 22  # float32 values of the larger all-reduce
 _CHAIN = 64  # operations, or kernels, one after the other
 
