@@ -43,7 +43,8 @@ def killed(folder: Path, event: str, who: int, when: int) -> None:
 def test_a_killed_job_goes_on_bit_for_bit(tmp_path, undisturbed, event, who, when):
     killed(tmp_path, event, who, when)
     left = sorted(p.name for p in (tmp_path / "0").iterdir())
-    assert any("tmp" in name for name in left) == (event == "kill-saving"), left
+    if event == "kill-saving":
+        assert any("tmp" in name for name in left), left
     assert not (tmp_path / "1").exists()  # only the chief writes; the other gets its values from it
     results = run_job("backing", WORKERS, 1, str(tmp_path), "nothing", "0", "0")
     for result in results:
