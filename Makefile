@@ -8,6 +8,8 @@ PY := $(VENV)/bin/python
 PEER := .venv-peer
 PEER_PACKAGES := tensorflow-cpu==2.21.0 tf_keras==2.21.0 keras==3.15.1
 PIP_FLAGS := --disable-pip-version-check --quiet
+# Such as BENCH_FLAGS="--rounds 1"; a full run takes about twenty minutes.
+BENCH_FLAGS ?=
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-slow test-tpu lint bench env clean
@@ -45,7 +47,7 @@ lint: env
 	$(PY) -m mypy
 
 bench: env $(PEER)/.stamp
-	$(PY) benchmarks/run.py --peer $(PEER)/bin/python
+	$(PY) benchmarks/run.py --peer $(PEER)/bin/python $(BENCH_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(PEER) .libtpu .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -294,7 +295,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """`[replicas, ...]` as an array of this process alone. Every process calls it."""
         if self.job is None:
             return stacked
-        gather = jax.jit(lambda x: x, out_shardings=self.home)
+        gather = _gather_to(self.home)
         doing = "a gather, such as of a metric's result or of a variable that is summed on read"
         return self.local_view(self.job.run(lambda: gather(stacked), doing))
 
@@ -332,6 +333,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         local = len(self.local_replicas)
         parts = self.all_parts(PerReplica([own] * local))
         return PerReplica(parts[::local])
+
+
+@functools.lru_cache
+def _gather_to(home: Any) -> Any:
+    """Copies an array to where mirrored values live."""
+    return jax.jit(lambda array: array, out_shardings=home)
 
 
 def _dense(part: Any) -> np.ndarray:
