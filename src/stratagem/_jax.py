@@ -30,8 +30,8 @@ from jaxlib import _jax as _jaxlib
 # How XLA names the threads of the CPU client's pool (thread names end at 15 characters).
 _POOL_THREAD_NAME = "tf_XLAEigen"
 
-NO_HEARTBEAT_SECONDS = 1e6
-"""For who notices by other means that a process is lost: no native code ends a process for it."""
+# We notice by other means that a process is lost: no native code shall end a process for it.
+_NO_HEARTBEAT_SECONDS = 1_000_000
 
 _SHUTDOWN_SECONDS = 10  # how long a process that ends waits for the others to end too
 
@@ -95,37 +95,27 @@ class JobStore:
         self._client.key_value_delete(key)
 
 
-def host_service(bind: str, processes: int, heartbeat_seconds: float) -> Any:
+def host_service(bind: str, processes: int) -> Any:
     """Starts the coordination service of a job in this process; keep what it returns.
 
     Args:
         bind: "host:port" to listen at.
         processes: of the job.
-        heartbeat_seconds: after how long without a sign a process counts as lost.
     """
     return _jaxlib.get_distributed_runtime_service(
         bind,
         processes,
-        heartbeat_timeout=max(1, round(heartbeat_seconds)),
+        heartbeat_timeout=_NO_HEARTBEAT_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
         recoverable=True,
     )
 
 
-def join_job(
-    address: str, processes: int, process: int, seconds: float, heartbeat_seconds: float
-) -> JobStore:
-    """Makes this process one of a job, so that backends started later see all its devices.
+def connect(address: str, process: int, seconds: float) -> Any:
+    """Connects to a coordination service; waits for all processes of the job, any thread.
 
     As `jax.distributed.initialize`, which cannot leave the service to another process, and whose
     preemption service takes SIGTERM away from the program.
-    """
-    client = connect(address, process, seconds, heartbeat_seconds)
-    return use_client(client, address, processes, process)
-
-
-def connect(address: str, process: int, seconds: float, heartbeat_seconds: float) -> Any:
-    """Connects to a coordination service; waits for all processes of the job, any thread.
 
     Raises:
         RuntimeError: not all came in time, or the service is gone.
@@ -134,7 +124,7 @@ def connect(address: str, process: int, seconds: float, heartbeat_seconds: float
         address,
         process,
         init_timeout=max(1, round(seconds)),
-        heartbeat_timeout=max(1, round(heartbeat_seconds)),
+        heartbeat_timeout=_NO_HEARTBEAT_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
         shutdown_on_destruction=False,
         use_compression=True,

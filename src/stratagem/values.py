@@ -209,6 +209,20 @@ def unstack(stacked: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(parts[i] for i in sorted(parts))
 
 
+def padded(parts: Sequence[Any], shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Parts as `[parts, *shape]`, with zeros behind those that are smaller."""
+    stacked = np.zeros((len(parts), *shape), dtype)
+    for i, part in enumerate(parts):
+        window: tuple[Any, ...] = (i, *(slice(0, n) for n in part.shape))
+        stacked[window] = part
+    return stacked
+
+
+def cut(value: Any, shape: tuple[int, ...]) -> Any:
+    """A padded value in the shape that it had."""
+    return value if value.shape == shape else value[tuple(slice(0, n) for n in shape)]
+
+
 def is_distributed(value: Any) -> bool:
     """True for PerReplica and Mirrored: the leaves that `run` takes apart."""
     return isinstance(value, DistributedValues)

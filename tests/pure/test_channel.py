@@ -41,6 +41,14 @@ def test_payloads_may_be_empty_and_binary():
     assert results == [parts] * 3
 
 
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20])
+def test_the_bytes_of_the_first_come_to_all_however_many(size):
+    data = [bytes([rank + 1]) * size for rank in range(3)]
+    results, store = everywhere(lambda c: c.stream("s").from_first(data[c.rank], "x"))
+    assert results == [data[0]] * 3
+    assert len(store) <= 4
+
+
 def test_streams_do_not_order_each_other():
     def call(channel):
         names = ("a", "b") if channel.rank else ("b", "a")

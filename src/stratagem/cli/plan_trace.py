@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -210,9 +209,11 @@ def count(
         rows=planned_rows if wanted.rows else sum(caught.batch.given),
         rows_per_replica=caught.batch.planned,
         idle=0 if wanted.rows else sum(n == 0 for n in caught.batch.given),
-        state=sum(_bytes(variables.local_spec(v)) for v in program.variables),
-        trainable=sum(_bytes(variables.local_spec(v)) for v in trained),
-        arguments=sum(_bytes(jax.ShapeDtypeStruct(a.shapes[0], a.dtype)) for a in arguments),
+        state=sum(counting.size_of(variables.local_spec(v)) for v in program.variables),
+        trainable=sum(counting.size_of(variables.local_spec(v)) for v in trained),
+        arguments=sum(
+            counting.size_of(jax.ShapeDtypeStruct(a.shapes[0], a.dtype)) for a in arguments
+        ),
         peak=counted.peak,
         operations=dict(counted.operations),
         bytes=counted.bytes,
@@ -243,12 +244,6 @@ def _compile(compiled: Any, planned: PlannedStrategy, topology: str) -> Compiled
         bytes=float(costs["bytes accessed"]),
         all_reduces=ready.as_text().count(" all-reduce("),
     )
-
-
-def _bytes(spec: jax.ShapeDtypeStruct) -> int:
-    if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.extended):
-        return 16 * math.prod(spec.shape)
-    return math.prod(spec.shape) * int(np.dtype(spec.dtype).itemsize)
 
 
 if __name__ == "__main__":

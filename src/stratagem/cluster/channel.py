@@ -17,6 +17,7 @@ from stratagem.errors import PeerTimeoutError
 
 _FIRST_WARNING_SECONDS = 10.0
 _WARNING_SECONDS = 60.0  # between later ones
+_CHUNK = 1 << 20  # bytes of a message
 
 _log = logging.getLogger("stratagem")
 
@@ -91,7 +92,7 @@ class Stream:
         self._name = name
         self._turns = itertools.count()
 
-    def all_gather(self, payload: bytes, what: str, seconds: float | None = None) -> list[bytes]:
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         """Gives every process the payloads of all, by rank. Every process calls it.
 
         Process 0 collects the payloads and hands out the list, so that n processes need 3n
@@ -100,7 +101,6 @@ class Stream:
         Args:
             payload: this process's part, at most a few megabytes.
             what: what the processes agree on, for the error.
-            seconds: the deadline, instead of the channel's.
 
         Raises:
             PeerTimeoutError: names every process that has not come to this exchange in time.
@@ -108,9 +108,8 @@ class Stream:
         channel, turn = self._channel, next(self._turns)
         if channel.size == 1:
             return [payload]
-        seconds = channel.seconds if seconds is None else seconds
         base = f"{self._prefix}/{turn}"
-        wait = _Wait(channel, base, what, seconds)
+        wait = _Wait(channel, base, what, channel.seconds)
         if channel.rank:
             channel.store.set(f"{base}/{channel.rank}", payload)
             return _unpack(wait.get(f"{base}/all"), channel.size)
@@ -121,6 +120,24 @@ class Stream:
         channel.store.set(f"{base}/all", _pack(parts))
         self._forget(turn)
         return parts
+
+    def from_first(self, data: bytes, what: str) -> bytes:
+        """Gives every process the bytes of process 0, of any size. Every process calls it.
+
+        Args:
+            data: those of process 0; ignored elsewhere.
+            what: for the error.
+
+        Raises:
+            PeerTimeoutError: see `all_gather`.
+        """
+        data = data if self._channel.rank == 0 else b""
+        size = int(self.all_gather(b"%d" % len(data), what)[0])
+        parts = [
+            self.all_gather(data[start : start + _CHUNK], what)[0]
+            for start in range(0, size, _CHUNK)
+        ]
+        return b"".join(parts)
 
     def _forget(self, turn: int) -> None:
         """Removes what everyone has read: who sends for turn n has read the answer of n - 1."""
@@ -186,7 +203,7 @@ def _unpack(joined: bytes, count: int) -> list[bytes]:
 
 
 class LocalStore:
-    """A store for processes that are threads: the twin of JAX's, for tests."""
+    """A store of one process: for one that waits to join, and where threads play processes."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -74,14 +74,8 @@ class Seat:
 
 def seat_of(cluster: ClusterSpec, task_type: str, task_id: int) -> Seat:
     """The seat of a task of a cluster that `roles.validate` lets pass; an evaluator has none."""
-    found = roles.training_cluster(cluster)
-    tasks = tuple(
-        (f"{job} {index}", found.task_address(job, index))
-        for job in roles.TASK_TYPES
-        if job in found.jobs
-        for index in found.task_indices(job)
-    )
-    return Seat(f"{task_type} {task_id}", tasks)
+    tasks = roles.task_addresses(roles.training_cluster(cluster))
+    return Seat(f"{task_type} {task_id}", tuple(tasks.items()))
 
 
 def check_tf_config(text: str | None) -> tuple[Seat | None, list[Finding]]:

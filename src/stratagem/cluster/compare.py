@@ -8,10 +8,10 @@ from stratagem.cluster.checks import Finding, Level
 from stratagem.cluster.keys import VARIABLE
 from stratagem.cluster.line import NOBODY_LISTENS
 from stratagem.cluster.meeting import Card, Link, Meeting
+from stratagem.cluster.roles import TRAINERS
 from stratagem.cluster.rollcall import MAX_CLOCK_SKEW
 
 _LOOK_SECONDS = 0.5  # of clocks that differ: logs get hard to compare
-_TRAINERS = ("chief", "worker")
 
 
 def check_peers(tried: dict[str, str], addresses: dict[str, str]) -> list[Finding]:
@@ -150,7 +150,7 @@ def _clock(link: Link) -> Iterator[Finding]:
 
 
 def _trains(card: Card) -> bool:
-    return card.task.partition(" ")[0] in _TRAINERS
+    return card.task.partition(" ")[0] in TRAINERS
 
 
 def _show(card: Card) -> str:

@@ -54,7 +54,7 @@ def host_jax(host: str, tasks: int) -> tuple[int, Any]:
         with socket.create_server((host.strip("[]"), 0), family=_family(host)) as probe:
             port: int = probe.getsockname()[1]
         try:
-            service = _jax.host_service(f"{host}:{port}", tasks, _jax.NO_HEARTBEAT_SECONDS)
+            service = _jax.host_service(f"{host}:{port}", tasks)
         except RuntimeError as error:
             problem = str(error)
         else:

@@ -25,13 +25,10 @@ from typing import Any, NoReturn, TypeVar
 
 from stratagem.cluster.greeting import greet
 from stratagem.cluster.keys import Key
-from stratagem.cluster.membership import Beat, Terms
+from stratagem.cluster.membership import PEER_LOST, Beat, Terms
 from stratagem.cluster.messages import encode
 from stratagem.cluster.step_thread import Call, StepThread, await_all, may_tell_of_a_loss
 from stratagem.errors import GroupChangedError, PeerTimeoutError
-
-PEER_LOST = 43
-"""Exit code of a process that ends because it waited for another one in vain."""
 
 _BEAT_SECONDS = 1.0
 # A step that fails may fail because of a process whose end is not announced yet.

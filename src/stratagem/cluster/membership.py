@@ -12,6 +12,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+PEER_LOST = 43
+"""Exit code of a task that waited for another one in vain. It is never the cause itself."""
+
 
 @dataclass(frozen=True)
 class Terms:

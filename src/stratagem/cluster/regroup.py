@@ -59,9 +59,7 @@ def join(member: Member, seconds: float) -> tuple[Generation, _jax.JobStore]:
         _jax.leave_job()
         try:
             client = member.meet(
-                functools.partial(
-                    _jax.connect, generation.service, rank, left, _jax.NO_HEARTBEAT_SECONDS
-                ),
+                functools.partial(_jax.connect, generation.service, rank, left),
                 generation,
             )
         except RuntimeError as error:

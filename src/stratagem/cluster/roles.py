@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stratagem.cluster.spec import ClusterSpec, Tasks
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 _AT_MOST_ONE = ("chief", "evaluator")
-_TRAINERS = ("chief", "worker")
+TRAINERS = ("chief", "worker")
 _NOT_OURS = {"master": "'master' is the name that TensorFlow 1 had for 'chief': write 'chief'."}
 
 
@@ -84,7 +84,7 @@ def id_in_cluster(
         ValueError: a ps has none; or see `validate`.
     """
     validate(cluster_spec, task_type, task_id)
-    if task_id is None or task_type not in (*_TRAINERS, "evaluator"):
+    if task_id is None or task_type not in (*TRAINERS, "evaluator"):
         raise ValueError(_no_trainer("id_in_cluster", task_type))
     return task_id + _num_tasks(ClusterSpec(cluster_spec), "chief") * (task_type == "worker")
 
@@ -96,13 +96,13 @@ def worker_count(cluster_spec: ClusterSpec | Mapping[str, Tasks], task_type: str
         ValueError: a ps runs none; or see `validate`.
     """
     cluster = ClusterSpec(cluster_spec)
-    if task_type not in (*_TRAINERS, "evaluator"):
+    if task_type not in (*TRAINERS, "evaluator"):
         raise ValueError(_no_trainer("worker_count", task_type))
     first = min(cluster.task_indices(task_type), default=0) if task_type in cluster.jobs else 0
     validate(cluster, task_type, first)
     if task_type == "evaluator":
         return 1
-    return sum(_num_tasks(cluster, job) for job in _TRAINERS)
+    return sum(_num_tasks(cluster, job) for job in TRAINERS)
 
 
 def collective_leader(
@@ -120,19 +120,29 @@ def collective_leader(
     if not cluster:
         return ""
     validate(cluster, task_type, task_id)
-    return "" if task_type == "evaluator" else _first_of(cluster, _TRAINERS)
+    return "" if task_type == "evaluator" else _first_of(cluster, TRAINERS)
 
 
 def coordination_leader(cluster_spec: ClusterSpec | Mapping[str, Tasks]) -> str:
     """The task that the others report to: ps 0, else the chief, else worker 0; see above."""
     cluster = ClusterSpec(cluster_spec)
-    return _first_of(cluster, ("ps", *_TRAINERS)) if cluster else ""
+    return _first_of(cluster, ("ps", *TRAINERS)) if cluster else ""
 
 
 def training_cluster(cluster_spec: ClusterSpec | Mapping[str, Tasks]) -> ClusterSpec:
     """The cluster without its evaluator, which nobody must wait for: it runs no server."""
     cluster = ClusterSpec(cluster_spec).as_dict()
     return ClusterSpec({job: tasks for job, tasks in cluster.items() if job != "evaluator"})
+
+
+def task_addresses(cluster: ClusterSpec, jobs: Sequence[str] = TASK_TYPES) -> dict[str, str]:
+    """Where each task of some jobs listens, by name ("worker 1"), in the order of the jobs."""
+    return {
+        f"{job} {index}": cluster.task_address(job, index)
+        for job in jobs
+        if job in cluster.jobs
+        for index in cluster.task_indices(job)
+    }
 
 
 def _task_faults(

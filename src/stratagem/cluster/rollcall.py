@@ -110,7 +110,7 @@ def _lead(
 ) -> str:
     card = now()
     own = card.cluster[0]
-    with _listening(own) as listener, contextlib.ExitStack() as lines:
+    with _listen(own) as listener, contextlib.ExitStack() as lines:
         present: dict[str, _Guest] = {}
         faults: list[str] = []
         odd: list[_Guest] = []
@@ -252,15 +252,12 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((host, port), family=_family(host, port))
 
 
-@contextlib.contextmanager
-def _listening(own: tuple[str, str]) -> Iterator[socket.socket]:
-    """A socket at a task's address, or at its port where its host's name is another's (NAT)."""
+def _listen(own: tuple[str, str]) -> socket.socket:
+    """A socket at the leader's own address."""
     try:
-        listener = listen(own[1])
+        return listen(own[1])
     except OSError as error:
         raise ValueError(_cannot_listen(own, error)) from None
-    with listener:
-        yield listener
 
 
 def _cannot_listen(own: tuple[str, str], error: OSError) -> str:

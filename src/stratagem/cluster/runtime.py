@@ -27,9 +27,9 @@ from stratagem.errors import JobMismatchError
 
 COORDINATION = "STRATAGEM_COORDINATION"
 ATTEMPT = "STRATAGEM_ATTEMPT"
-JOINING = "STRATAGEM_JOIN"
+JOIN = "STRATAGEM_JOIN"
 MIN_WORKERS = "STRATAGEM_MIN_WORKERS"
-WAIT = "STRATAGEM_WAIT_FOR_REPLACEMENT"
+WAIT_FOR_REPLACEMENT = "STRATAGEM_WAIT_FOR_REPLACEMENT"
 
 START_SECONDS = 300.0
 _LOOK_SECONDS = 0.2
@@ -227,12 +227,7 @@ def join(
     cluster = roles.training_cluster(resolver.cluster_spec())
     task_type, task_id = resolver.task_type, resolver.task_id
     roles.validate(cluster, task_type, task_id)
-    addresses = {
-        f"{job} {index}": cluster.task_address(job, index)
-        for job in ("chief", "worker")
-        if job in cluster.jobs
-        for index in cluster.task_indices(job)
-    }
+    addresses = roles.task_addresses(cluster, roles.TRAINERS)
     if len(addresses) < 2 or task_type == "evaluator":
         return None
     if task_type is None or task_id is None:
@@ -285,7 +280,7 @@ def _join(
         _service.start()
         return _service.address
 
-    joining = bool(env.get(JOINING))
+    joining = bool(env.get(JOIN))
     if joining:
         address = env[COORDINATION]
     else:
@@ -318,7 +313,7 @@ def _where(why: str, addresses: Mapping[str, str], task: str) -> str:
 
 def _terms(env: Mapping[str, str], stall_seconds: float) -> Terms:
     """What the launcher was told about losses, in the environment."""
-    least, wait = env.get(MIN_WORKERS), env.get(WAIT)
+    least, wait = env.get(MIN_WORKERS), env.get(WAIT_FOR_REPLACEMENT)
     return Terms(
         min_workers=int(least) if least else None,
         wait_for_replacement=float(wait) if wait else None,

@@ -43,4 +43,4 @@ class AutoAllReduce(CrossDeviceOps):
     def chosen(self, values: Sequence[Any], axis_size: int) -> CrossDeviceOps:
         """What reduces these values."""
         ways = (DoublingAllReduce(), RingAllReduce())
-        return min(ways, key=lambda ops: ops.cost(values, axis_size).seconds(_ALPHA, _BETA, 0.0))
+        return min(ways, key=lambda ops: ops.cost(values, axis_size).seconds(_ALPHA, _BETA))

@@ -224,7 +224,9 @@ def best_group_size(replicas: int) -> int:
     def badness(size: int) -> tuple[int, bool, int]:
         return (size - 1) + (-(-replicas // size) - 1), replicas % size != 0, -size
 
-    return min(range(1, replicas + 1), key=badness)
+    root = int(replicas**0.5)
+    near = range(max(1, root // 2), min(replicas, 2 * root + 2) + 1)  # it is never further away
+    return min(near, key=badness)
 
 
 def group_ranks(replicas: int, group_size: int | None = None) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from stratagem.collectives.abstract import CrossDeviceOps
 from stratagem.collectives.cost import Cost, nothing
+from stratagem.collectives.packs import nbytes_of
 
 
 class PacksInOrder(CrossDeviceOps):
@@ -64,7 +64,7 @@ class PacksInOrder(CrossDeviceOps):
                 packs.append([])
                 held = 0
             packs[-1].append(i)
-            held += math.prod(values[i].shape) * jnp.dtype(values[i].dtype).itemsize
+            held += nbytes_of(values[i])
         return packs
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from stratagem.collectives import cost
-from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
-from stratagem.collectives.packs import Packing, SmallJoined, check_num_packs, cost_of_packs
+from stratagem.collectives.abstract import check_all_reduce
+from stratagem.collectives.packed import PackedAllReduce
+from stratagem.collectives.packs import SmallJoined
 
 
-class NcclAllReduce(CrossDeviceOps):
+class NcclAllReduce(PackedAllReduce):
     """All-reduces with `jax.lax.psum`; the platform chooses the algorithm. The default.
 
     Cost: at least `2(p-1)/p * n` bytes sent by each of `p` replicas that hold `n` bytes
@@ -29,24 +29,21 @@ class NcclAllReduce(CrossDeviceOps):
         ValueError: if `num_packs` is negative.
     """
 
-    def __init__(self, num_packs: int = 1):
-        self.num_packs = check_num_packs(num_packs)
-
     def all_reduce(
         self, values: Sequence[jax.Array], axis_name: str, axis_size: int
     ) -> list[jax.Array]:
+        if self.num_packs > 1:
+            return super().all_reduce(values, axis_name, axis_size)
         check_all_reduce(self, values, axis_name, axis_size)
         if axis_size == 1 or not values:
             return list(values)
         if self.num_packs == 0:
             return [jax.lax.psum(value, axis_name) for value in values]
-        if self.num_packs == 1:
-            joined = SmallJoined(values)
-            return joined.parted(jax.lax.psum(joined.sent, axis_name))
-        packing = Packing(values, self.num_packs)
-        return packing.unflatten([jax.lax.psum(x, axis_name) for x in packing.flatten(values)])
+        joined = SmallJoined(values)
+        return joined.parted(jax.lax.psum(joined.sent, axis_name))
 
-    def cost(self, values: Sequence[Any], axis_size: int) -> cost.Cost:
-        return cost_of_packs(
-            values, self.num_packs, axis_size, lambda n, _, __: cost.lower_bound(axis_size, n)
-        )
+    def pack_sum(self, x: jax.Array, axis_name: str, axis_size: int, pack: int) -> jax.Array:
+        return jax.lax.psum(x, axis_name)
+
+    def pack_cost(self, axis_size: int, nbytes: int, itemsize: int, pack: int) -> cost.Cost:
+        return cost.lower_bound(axis_size, nbytes)

@@ -24,9 +24,6 @@ class CommunicationImplementation(enum.Enum):
     NCCL = "NCCL"
 
 
-CollectiveCommunication = CommunicationImplementation
-
-
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
     """How the processes of a job communicate.

@@ -1,4 +1,4 @@
-"""What the all-reduces that send messages share: their values travel in flat packs."""
+"""What the all-reduces share whose values travel in flat packs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from stratagem.collectives.abstract import CrossDeviceOps, check_all_reduce
 from stratagem.collectives.cost import Cost
-from stratagem.collectives.packs import all_reduce_packs, check_num_packs, cost_of_packs
+from stratagem.collectives.packs import Packing, check_num_packs, cost_of_packs
 
 
 class PackedAllReduce(CrossDeviceOps):
@@ -33,9 +33,9 @@ class PackedAllReduce(CrossDeviceOps):
         check_all_reduce(self, values, axis_name, axis_size)
         if axis_size == 1:
             return list(values)
-        return all_reduce_packs(
-            values, self.num_packs, lambda x, pack: self.pack_sum(x, axis_name, axis_size, pack)
-        )
+        packing = Packing(values, self.num_packs)
+        packs = enumerate(packing.flatten(values))
+        return packing.unflatten([self.pack_sum(x, axis_name, axis_size, i) for i, x in packs])
 
     def cost(self, values: Sequence[Any], axis_size: int) -> Cost:
         return cost_of_packs(

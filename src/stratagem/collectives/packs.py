@@ -82,26 +82,6 @@ class Packing:
         return values
 
 
-def all_reduce_packs(
-    values: Sequence[jax.Array], num_packs: int, all_reduce_flat: Callable[[jax.Array, int], Any]
-) -> list[jax.Array]:
-    """Sums values pack by pack.
-
-    Args:
-        values: arrays of any shapes.
-        num_packs: packs for each dtype; 0 for one a value.
-        all_reduce_flat: from a pack `[elements]` and its position in the list of packs to its
-            sum over the replicas.
-
-    Returns:
-        The sums, shaped as the values.
-    """
-    packing = Packing(values, num_packs)
-    return packing.unflatten(
-        [all_reduce_flat(pack, i) for i, pack in enumerate(packing.flatten(values))]
-    )
-
-
 def cost_of_packs(
     values: Sequence[Any],
     num_packs: int,

@@ -103,7 +103,7 @@ class SplitSteps(Iterator[Step]):
         local = feed.placement.local
         slices = row_slices(counts)
         if self._structure is None:
-            feed.workers.check_same(identify())
+            feed.workers.check_same(identify)
         leaves, treedef = read(slice(slices[local[0]].start, slices[local[-1]].stop))
         parts = [feed.placement.split_own(leaf, counts) for leaf in leaves]
         if feed.workers.may_change:

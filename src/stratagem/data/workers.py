@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,13 @@ class Workers:
             self._name = f"data {next(numbers)}"
         self._passes = itertools.count()
 
-    def check_same(self, seen: str) -> None:
+    def check_same(self, seen: Callable[[], str]) -> None:
         """Refuses to go on when the workers do not see the same first batch; see below.
 
         Once they have changed they are not compared: who has joined begins in the middle.
+
+        Args:
+            seen: says what this worker sees; asked only where there is somebody to compare with.
         """
         job = self._job
         if job is None:
@@ -48,7 +51,7 @@ class Workers:
 
         def check() -> None:
             if not job.has_changed:
-                check_same_batch(job.channel, self._name, seen)
+                check_same_batch(job.channel, self._name, seen())
 
         job.together(check)
 

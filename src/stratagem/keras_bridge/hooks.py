@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from stratagem import context
@@ -37,13 +36,3 @@ def replicated_trace() -> Any:
     if frame.trace is None or frame.replica is None or frame.strategy.num_replicas_in_sync == 1:
         return None
     return None if frame.trace.synchronized else frame
-
-
-@contextlib.contextmanager
-def synchronized(frame: context.Frame) -> Iterator[None]:
-    """In the body, all replicas compute the same from values that they share, as one device."""
-    frame.trace.synchronized += 1
-    try:
-        yield
-    finally:
-        frame.trace.synchronized -= 1

@@ -23,10 +23,11 @@ import keras
 
 from stratagem import _keras, context, variables
 from stratagem.keras_bridge import additive
-from stratagem.keras_bridge.hooks import replicated_trace, synchronized, wrap
+from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.keras_bridge.variables import outside_trace
 from stratagem.step import effects
 from stratagem.step.replica import all_gather
+from stratagem.step.trace import synchronized
 
 _log = logging.getLogger("stratagem")
 _updating: contextvars.ContextVar[bool] = contextvars.ContextVar(

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from stratagem import _keras, context
-from stratagem.keras_bridge.hooks import replicated_trace, synchronized, wrap
+from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import effects, numerics, primitives
+from stratagem.step.trace import synchronized
 
 
 def install() -> None:

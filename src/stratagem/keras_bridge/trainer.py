@@ -181,6 +181,7 @@ class ModelStep:
         # Its own executor, so that programs go when the model goes.
         self._executor = Executor(strategy, strategy.executor.replica, touches=self._flat)
         self._position = {id(v): i for i, v in enumerate(self._flat)}
+        self._placement: Placement | None = None  # made anew where the processes change
         self._said = False
         self._same = SameBatches(strategy.job)
         self._last = -1  # units of the job when this step was made last
@@ -299,8 +300,10 @@ class ModelStep:
             self._same.check(batch)
         rows = self._rows(batch)
         slices = row_slices(rows)
-        placement = Placement(self._strategy.mesh, to_device=not self._strategy.described)
-        return rows, jax.tree.map(lambda x: placement.split(_array(x), slices), batch)
+        if self._placement is None or self._placement.mesh is not self._strategy.mesh:
+            self._placement = Placement(self._strategy.mesh, to_device=not self._strategy.described)
+        split = self._placement.split
+        return rows, jax.tree.map(lambda x: split(_array(x), slices), batch)
 
     def _current(self, leaf: Any) -> Any:
         """A part of a batch, dealt anew where the processes have changed since."""

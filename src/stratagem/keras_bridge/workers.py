@@ -39,9 +39,9 @@ _saves: dict[str, Any] = defaultdict(itertools.count)
 def install() -> None:
     """Attaches the bridge to what saves models."""
     for name in ("save", "save_weights", "export"):
-        wrap(keras.Model, name, _save_method)
-    wrap(keras.saving, "save_model", _save_model)
-    wrap(keras.saving, "save_weights", _save_model)
+        wrap(keras.Model, name, _save)
+    wrap(keras.saving, "save_model", _save)
+    wrap(keras.saving, "save_weights", _save)
 
 
 def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -84,16 +84,12 @@ def _add(arguments: dict[str, Any], callback: Any) -> None:
 def _share_random(job: Any) -> None:
     """Gives all processes the chief's state of the generators that Keras shuffles arrays with."""
     mine = json.dumps(randomness.get_state()).encode() if job.rank == 0 else b""
-    chief = job.channel.stream("random state").all_gather(mine, "the state of random numbers")[0]
+    chief = job.channel.stream("random state").from_first(mine, "the state of random numbers")
     if job.rank:
         randomness.set_state(json.loads(chief))
 
 
-def _save_method(original: Any, self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    return _once(self, filepath, lambda: original(self, filepath, *args, **kwargs))
-
-
-def _save_model(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+def _save(original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     return _once(model, filepath, lambda: original(model, filepath, *args, **kwargs))
 
 
@@ -108,7 +104,7 @@ def _once(model: Any, filepath: Any, save: Any) -> Any:
         return save()
     # By the name of the file alone: processes may have folders of their own.
     path, name = str(filepath), Path(str(filepath)).name
-    key = f"{job.channel.scope}/save/{name}/{next(_saves[name])}"
+    key = job.channel.key(f"save/{name}/{next(_saves[name])}")
     if not job.is_chief:
         return _wait_for_chief(job, path, key)
     try:

@@ -23,20 +23,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stratagem.cluster.roles import TRAINERS
+from stratagem.cluster.runtime import ATTEMPT as ATTEMPT
+from stratagem.cluster.runtime import COORDINATION as COORDINATION
+from stratagem.cluster.runtime import JOIN as JOIN
+from stratagem.cluster.runtime import MIN_WORKERS as MIN_WORKERS
+from stratagem.cluster.runtime import WAIT_FOR_REPLACEMENT as WAIT_FOR_REPLACEMENT
 from stratagem.recovery.policy import Limits
 
 TF_CONFIG = "TF_CONFIG"
-COORDINATION = "STRATAGEM_COORDINATION"
-ATTEMPT = "STRATAGEM_ATTEMPT"
-JOIN = "STRATAGEM_JOIN"
-MIN_WORKERS = "STRATAGEM_MIN_WORKERS"
-WAIT_FOR_REPLACEMENT = "STRATAGEM_WAIT_FOR_REPLACEMENT"
 REHEARSE = "STRATAGEM_REHEARSE"
 UNBUFFERED = "PYTHONUNBUFFERED"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 SERVICE_MODULE = "stratagem.cluster.service"
-_TRAINERS = ("chief", "worker")
 
 
 @dataclass(frozen=True, order=True)
@@ -57,7 +57,7 @@ class Task:
     @property
     def trains(self) -> bool:
         """Whether it runs the training step."""
-        return self.type in _TRAINERS
+        return self.type in TRAINERS
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,8 @@ class HostsExecutor(LocalExecutor):
         service: address and number of tasks -> the command of the coordination service.
     """
 
+    _serves_others = True
+
     def __init__(
         self,
         hosts: Sequence[Host],
@@ -131,10 +133,6 @@ class HostsExecutor(LocalExecutor):
     def _first_trainer(self, job: Job) -> int:
         before = shares(job, len(self._hosts))[: self._index]
         return sum(task.trains for share in before for task in share)
-
-    def _bind_address(self, coordination: str) -> str:
-        """All addresses of this machine: its name may stand for another one of them here."""
-        return f"0.0.0.0:{coordination.rpartition(':')[2]}"
 
 
 class HostsLauncher(Launcher):

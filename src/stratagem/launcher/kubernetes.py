@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem.cluster.roles import TRAINERS
 from stratagem.launcher.abstract import (
     ATTEMPT,
     COORDINATION,
@@ -73,7 +74,7 @@ def manifest(job: Job, image: str, name: str) -> dict[str, Any]:
         container = {"name": _SERVICE, "image": image, "command": service, "ports": [_port()]}
         jobs.append(_replicated_job(_SERVICE, 1, container, job))
     # With servers the workers serve too, until the chief is done.
-    decisive = ["chief"] if job.servers else [k for k in ("chief", "worker") if k in job.counts()]
+    decisive = ["chief"] if job.servers else [k for k in TRAINERS if k in job.counts()]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -161,7 +162,7 @@ def _task_container(
         "env": _environment(job, kind, cluster, name),
         "ports": [_port()],
     }
-    if job.gpus_per_worker is not None and kind in ("chief", "worker"):
+    if job.gpus_per_worker is not None and kind in TRAINERS:
         container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_worker}}
     return container
 
@@ -176,7 +177,7 @@ def _environment(
         {"name": TF_CONFIG, "value": tf_config_text(cluster, kind, f"$({_INDEX})")},
         {"name": UNBUFFERED, "value": "1"},
     ]
-    if job.coordinated and kind in ("chief", "worker"):
+    if job.coordinated and kind in TRAINERS:
         address = f"{_host(name, _SERVICE, 0)}:{PORT}"
         variables.append({"name": COORDINATION, "value": address})
     if job.devices_per_worker is not None:

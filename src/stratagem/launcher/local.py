@@ -32,6 +32,8 @@ class LocalExecutor(Executor):
         service: address and number of tasks -> the command of the coordination service.
     """
 
+    _serves_others = False  # whether tasks on other machines need the service
+
     def __init__(
         self, environment: Mapping[str, str], service: ServiceCommand = service_command
     ) -> None:
@@ -54,7 +56,10 @@ class LocalExecutor(Executor):
     def start_service(self, plan: Plan, tasks: int, post: Post) -> Running:
         if plan.coordination is None:
             raise ValueError("start_service: expected a plan with a service. Got none.")
-        command = self._service(self._bind_address(plan.coordination), tasks)
+        address = plan.coordination
+        if self._serves_others:  # this machine's name may stand for another address of it here
+            address = f"0.0.0.0:{address.rpartition(':')[2]}"
+        command = self._service(address, tasks)
         return self._run(SERVICE, command, merged(self._environment, {}), post)
 
     def close(self) -> None:
@@ -71,10 +76,6 @@ class LocalExecutor(Executor):
     def _first_trainer(self, job: Job) -> int:
         """How many tasks that train are on machines before this one."""
         return 0
-
-    def _bind_address(self, coordination: str) -> str:
-        """Where the service listens: only here, where all tasks are here."""
-        return coordination
 
 
 class LocalLauncher(Launcher):

@@ -76,6 +76,8 @@ class RayExecutor(LocalExecutor):
         service: as for `RayLauncher`.
     """
 
+    _serves_others = True
+
     def __init__(
         self,
         ray: ModuleType,
@@ -118,9 +120,6 @@ class RayExecutor(LocalExecutor):
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
             self._group = None
-
-    def _bind_address(self, coordination: str) -> str:
-        return f"0.0.0.0:{coordination.rpartition(':')[2]}"
 
     def _actor(self, job: Job, task: Task) -> Any:
         strategies = self._ray.util.scheduling_strategies

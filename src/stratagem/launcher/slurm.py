@@ -115,6 +115,8 @@ class SlurmLauncher(Launcher):
 class SlurmExecutor(LocalExecutor):
     """One step of an allocation, which stands for all tasks. Arguments as `LocalExecutor`."""
 
+    _serves_others = True
+
     def plan(self, job: Job, attempt: int) -> Plan:
         if shutil.which("srun", path=self._environment.get("PATH")) is None:
             raise LaunchError(
@@ -140,9 +142,6 @@ class SlurmExecutor(LocalExecutor):
         return super().start_service(plan, tasks, post)
 
     _coordination: str | None = None
-
-    def _bind_address(self, coordination: str) -> str:
-        return f"0.0.0.0:{coordination.rpartition(':')[2]}"
 
 
 class _Step(Running):

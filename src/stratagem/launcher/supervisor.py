@@ -136,7 +136,6 @@ class Supervisor:
         job: what to run.
         executor: where.
         output: the terminal.
-        clock: seconds that do not go back.
     """
 
     def __init__(
@@ -144,9 +143,8 @@ class Supervisor:
         job: Job,
         executor: Executor,
         output: Output,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job, self._executor, self._output, self._clock = job, executor, output, clock
+        self._job, self._executor, self._output = job, executor, output
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._unwritten = threading.Semaphore(_UNWRITTEN)
         self._buffers: dict[tuple[Name, bool], LineBuffer] = {}
@@ -177,7 +175,7 @@ class Supervisor:
         self._plan = self._executor.plan(self._job, self._attempt)
         self._own = [(task.type, task.index) for task in self._plan.own]
         self._signalled = False
-        self._started_at = self._clock()
+        self._started_at = time.monotonic()
         if self._plan.hosts_service:
             trainers = self._job.trainers
             service = self._executor.start_service(self._plan, trainers, self._post)
@@ -267,9 +265,9 @@ class Supervisor:
     def _wait(self, seconds: float, enough: Callable[[], bool] | None = None) -> None:
         """Some seconds, or until `enough` (all tasks have ended); a signal cuts it short."""
         enough = enough or (lambda: not self._alive())
-        deadline, stops = self._clock() + seconds, len(self._stops)
+        deadline, stops = time.monotonic() + seconds, len(self._stops)
         while len(self._stops) == stops and not enough():
-            if (left := deadline - self._clock()) <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 return
             self._receive(left)
 
@@ -290,7 +288,7 @@ class Supervisor:
         if isinstance(message, Wrote):
             buffer = self._buffers.setdefault((message.name, message.is_error), LineBuffer())
             self._unwritten.release()
-            self._print(message.name, message.is_error, buffer.feed(message.data, self._clock()))
+            self._print(message.name, message.is_error, buffer.feed(message.data, time.monotonic()))
         elif isinstance(message, Exited):
             self._take_end(message)
         else:
@@ -304,7 +302,7 @@ class Supervisor:
                 self._print(end.name, is_error, buffer.close())
         del self._running[end.name]
         self._codes[end.name] = end.code
-        at = self._clock() - self._started_at
+        at = time.monotonic() - self._started_at
         if self._signalled:  # It ended because we asked it to.
             return
         if isinstance(end.name, Task):

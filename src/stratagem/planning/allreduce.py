@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from stratagem.collectives import cost
 from stratagem.planning.topology import Level
 
 Levels = Sequence[Level]
@@ -75,7 +76,7 @@ def hierarchical(levels: Levels, nbytes: float) -> float:
     """
     if len(levels) == 1:
         (level,) = levels
-        size = _group_size(level.members)
+        size = cost.best_group_size(level.members)
         steps = size - 1 + -(-level.members // size) - 1
         return 2 * steps * _message(level, nbytes)
     return sum(2 * (level.members - 1) * _message(level, nbytes) for level in levels)
@@ -111,13 +112,3 @@ def _devices(levels: Levels) -> int:
 
 def _log2(members: int) -> int:
     return (members - 1).bit_length()
-
-
-def _group_size(members: int) -> int:
-    """As collectives/cost.py `best_group_size`, which looks at every size."""
-    near = range(max(1, math.isqrt(members) // 2), min(members, 2 * math.isqrt(members) + 2) + 1)
-
-    def badness(size: int) -> tuple[int, bool, int]:
-        return size - 1 + -(-members // size) - 1, members % size != 0, -size
-
-    return min(near, key=badness)

@@ -10,8 +10,6 @@ from stratagem.cluster import runtime
 from stratagem.cluster.channel import Stream
 from stratagem.cluster.runtime import Job
 
-_CHUNK = 1 << 20  # bytes of a message on the job's channel
-
 T = TypeVar("T")
 
 
@@ -109,11 +107,4 @@ class Peers:
         stream = self._stream
         if stream is None:
             return data
-        said = stream.all_gather(b"chief%d" % len(data) if self.is_chief else b"", what)
-        chief = next(rank for rank, part in enumerate(said) if part)
-        size = int(said[chief][5:])
-        received = []
-        for start in range(0, size, _CHUNK):
-            part = data[start : start + _CHUNK] if self.is_chief else b""
-            received.append(stream.all_gather(part, what)[chief])
-        return b"".join(received)
+        return stream.from_first(data, what)  # the chief is process 0

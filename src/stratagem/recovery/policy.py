@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from stratagem.cluster.membership import PEER_LOST as PEER_LOST
+from stratagem.cluster.roles import TRAINERS
+
 PREEMPTED = 42
 """Exit code of a task that was asked to leave, and has saved before it did."""
-
-PEER_LOST = 43
-"""Exit code of a task that waited for another one in vain. It is never the cause itself."""
 
 SERVICE = "coordination service"
 """What that process is called where tasks have their names."""
 
-_TRAINERS = ("chief", "worker")
 # Signals that a process gets by a fault of its own, or of the system, and what they often mean.
 _HINTS = {
     "SIGKILL": "killed from outside, often for want of memory",
@@ -204,7 +203,7 @@ class _Now:
     ) -> None:
         self._limits = limits
         self._tasks = tasks
-        self._trainers = [task for task in tasks if task[0] in _TRAINERS]
+        self._trainers = [task for task in tasks if task[0] in TRAINERS]
         self._has_servers = any(task_type == "ps" for task_type, _ in tasks)
         self._used = 0  # Starts after a failure.
         self._codes: dict[tuple[str, int], int] = {}  # Of the tasks that have ended.
@@ -239,7 +238,7 @@ class _Now:
 
     def may_lose(self, end: Ended) -> bool:
         """Whether the others can go on without a task that has just ended."""
-        if end.task_type not in _TRAINERS:
+        if end.task_type not in TRAINERS:
             return end.task_type == "evaluator" and self._restarts_left()
         if self._limits.min_workers is None or self._has_servers or self.left:
             return False
@@ -247,7 +246,7 @@ class _Now:
         return self.survivors() > 0 and enough
 
     def without(self, end: Ended) -> Decision:
-        if end.task_type not in _TRAINERS:
+        if end.task_type not in TRAINERS:
             return Decision(Action.REPLACE, f"lost {describe(end)}; training goes on")
         left = f"{self.survivors()} left, at least {self._limits.min_workers} needed"
         if not self._can_replace():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stratagem.errors import UnevenShapesError
+from stratagem.step.same import Same
 from stratagem.step.trace import NO_ROWS
 from stratagem.values import DistributedValues, Mirrored, PerReplica, map_leaves, open_parts
 
@@ -118,19 +119,6 @@ def _describe_parts(leaf: PerReplica) -> Argument:
     return Argument(shapes, dtypes.pop(), True)
 
 
-class _Same:
-    """An unhashable object as a key: equal to itself alone, and kept alive by the key."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def _key_of(leaf: Any) -> Any:
     """The same for leaves that are described the same.
 
@@ -145,6 +133,6 @@ def _key_of(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return _Same(leaf)
+        return Same(leaf)
     # True == 1 == 1.0, but they make different programs.
     return (type(leaf), leaf)

@@ -15,7 +15,7 @@ from stratagem.step import numerics
 from stratagem.step.arguments import Argument
 from stratagem.step.lower import describe_inputs
 from stratagem.step.trace import NO_ROWS, Program
-from stratagem.values import IndexedSlices, PerReplica, is_whole
+from stratagem.values import IndexedSlices, PerReplica, cut, is_whole, padded
 
 
 class Compiled:
@@ -106,11 +106,7 @@ class Compiled:
             impl = jax.random.key_impl(value.values[0])
             return jax.random.wrap_key_data(self._strategy.place_local(keys), impl=impl)
         parts = [np.asarray(part) for part in value.values]
-        stacked = np.zeros((len(parts), *argument.padded), argument.dtype)
-        for r, part in enumerate(parts):
-            window: tuple[Any, ...] = (r, *(slice(0, n) for n in part.shape))
-            stacked[window] = part
-        return self._strategy.place_local(stacked)
+        return self._strategy.place_local(padded(parts, argument.padded, argument.dtype))
 
     def lower(self) -> jax.stages.Lowered:
         """The program, not run. Its inputs are only described, so its devices need not be here."""
@@ -151,11 +147,8 @@ class Compiled:
         if shapes is None:
             return whole
         own = [shapes[i] for i in self._strategy.local_replicas]
-        cut = [
-            part[tuple(slice(0, n) for n in shape)]
-            for part, shape in zip(whole.values, own, strict=True)
-        ]
-        return PerReplica(cut, shapes)
+        parts = [cut(part, shape) for part, shape in zip(whole.values, own, strict=True)]
+        return PerReplica(parts, shapes)
 
 
 def _has_slices(tree: Any) -> bool:

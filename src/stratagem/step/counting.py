@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from stratagem.step.fuse import COLLECTIVES, live, schedule
@@ -279,10 +280,13 @@ def _elements(v: Any) -> int:
 
 
 def _size(v: Any) -> int:
-    """Bytes of a value; 16 for a random key."""
-    dtype = getattr(v.aval, "dtype", None)
+    return size_of(v.aval)
+
+
+def size_of(described: Any) -> int:
+    """Bytes of what has a `shape` and a `dtype`; 16 for a random key, 0 for what has no dtype."""
+    dtype = getattr(described, "dtype", None)
     if dtype is None:
         return 0
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return 16 * _elements(v)
-    return _elements(v) * int(dtype.itemsize)
+    key = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return math.prod(described.shape) * (16 if key else int(np.dtype(dtype).itemsize))

@@ -204,8 +204,7 @@ def _close(program: Program, frame: context.Frame, split: list[bool], fit: Fit |
     accumulators = [
         (program.variables[i], out)
         for i, out in zip(program.written, outs[program.num_outputs :], strict=True)
-        if variables.is_on_read(program.variables[i])
-        and not variables.is_replicated_metric(program.variables[i])
+        if invariance.differs(program.variables[i])
     ]
     frame = dataclasses.replace(frame, trace=Trace(frame.strategy, Facts(), program.rows))
     program.jaxpr = effects.close(program.jaxpr, accumulators, frame)

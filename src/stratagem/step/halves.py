@@ -68,6 +68,7 @@ class Halves:
         if merged is not None:
             self.reads, jaxprs = _of_classes(merged, self.parts, inputs)
         self._divided = [divided[i - count] for i in self.reads if i >= count]
+        self._lone = [self._one or not d for d in self._divided]
         self._replicas = self._compile_replicas(strategy, programs, members, jaxprs, kinds)
         late = [i for i in range(len(closed.jaxpr.outvars)) if i not in self.parts.own]
         self._late = late
@@ -127,7 +128,7 @@ class Halves:
         """What the replicas read, on their devices."""
         state = jax.device_put([inputs[i] for i in self.reads if i < self._count], self._there)
         arguments = [inputs[i] for i in self.reads if i >= self._count]
-        lone = [self._one or not d for d in self._divided]
+        lone = self._lone
         placed = jax.device_put([a for a, x in zip(arguments, lone, strict=True) if x], self._there)
         rest = [a for a, x in zip(arguments, lone, strict=True) if not x]
         return state, weave(lone, placed, rest)

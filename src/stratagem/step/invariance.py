@@ -121,12 +121,18 @@ def _while(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
 
 def input_state(program: Program, argument_varies: Sequence[bool]) -> list[bool]:
     """Which inputs of a program vary: on-read components and the replicas' own data."""
-    components = [not program.aggregated and _varies(v) for v in program.variables]
+    components = [not program.aggregated and differs(v) for v in program.variables]
     return [*components, *argument_varies]
 
 
-def _varies(variable: Any) -> bool:
+def differs(variable: Any) -> bool:
+    """Whether replicas keep components of a variable that need not be equal."""
     return variables.is_on_read(variable) and not variables.is_replicated_metric(variable)
+
+
+def must_agree(program: Program, index: int) -> bool:
+    """Whether what a program writes to a variable must be the same on all replicas."""
+    return program.aggregated or not differs(program.variables[index])
 
 
 def simplify(closed: ClosedJaxpr, inputs: Sequence[bool]) -> ClosedJaxpr:
@@ -179,9 +185,7 @@ def check(program: Program, inputs: Sequence[bool]) -> None:
     offenders = [
         program.variables[i]
         for i, out in zip(program.written, outs, strict=True)
-        if not isinstance(out, Literal)
-        and state[out]
-        and (program.aggregated or not _varies(program.variables[i]))
+        if not isinstance(out, Literal) and state[out] and must_agree(program, i)
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))

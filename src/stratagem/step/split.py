@@ -79,11 +79,13 @@ def split(closed: ClosedJaxpr, inputs: Sequence[Source], own: Collection[int] = 
         else:
             ours.append(eqn)
     theirs, ours = theirs[::-1], ours[::-1]
-    wanted = _variables([*(v for e in ours for v in e.invars), *(jaxpr.outvars[i] for i in rest)])
+    asked = [*(v for e in ours for v in e.invars), *(jaxpr.outvars[i] for i in rest)]
+    wanted = dict.fromkeys(_variables(asked))
     made = {v for eqn in theirs for v in eqn.outvars}
     made |= {v for v, s in zip(jaxpr.invars, inputs, strict=True) if s is Source.DATA}
     handed = [v for v in wanted if v in made]
-    reads = [i for i, v in enumerate(jaxpr.invars) if v in needed or v in set(handed)]
+    gone = set(handed)
+    reads = [i for i, v in enumerate(jaxpr.invars) if v in needed or v in gone]
     keeps = [i for i, v in enumerate(jaxpr.invars) if v in wanted and v not in made]
     outs = [*(jaxpr.outvars[i] for i in own), *handed]
     return Split(

@@ -9,8 +9,9 @@ a further shape of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -356,3 +357,13 @@ def replica_id(frame: context.Frame) -> Any:
     if frame.trace is None or frame.strategy.num_replicas_in_sync == 1:
         return jnp.zeros((), jnp.int32)
     return primitives.replica_id_p.bind()
+
+
+@contextlib.contextmanager
+def synchronized(frame: context.Frame) -> Iterator[None]:
+    """In the body, all replicas compute the same from values that they share, as one device."""
+    frame.trace.synchronized += 1
+    try:
+        yield
+    finally:
+        frame.trace.synchronized -= 1

@@ -17,16 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from stratagem import variables
 from stratagem.errors import ReplicaDependentWriteError, UnevenShapesError
 from stratagem.step import primitives
 from stratagem.step.fuse import COLLECTIVES, Level
-from stratagem.step.invariance import contains, write_error
+from stratagem.step.invariance import contains, must_agree, write_error
 from stratagem.step.lower import perform, run_all_gather, run_all_reduce
 from stratagem.step.numbering import Numbered, Table
 from stratagem.step.program import read, read_all, write_all
 from stratagem.step.trace import NO_ROWS, Program
-from stratagem.values import PerReplica
+from stratagem.values import PerReplica, cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +119,11 @@ def merge(
     offenders = [
         first.variables[index]
         for index, outs in zip(first.written, writes, strict=True)
-        if _mirrored(first, index) and not merged.agree(outs)
+        if must_agree(first, index) and not merged.agree(outs)
     ]
     if offenders:
         raise ReplicaDependentWriteError(write_error(offenders))
     return merged
-
-
-def _mirrored(program: Program, index: int) -> bool:
-    variable = program.variables[index]
-    kept_equal = not variables.is_on_read(variable) or variables.is_replicated_metric(variable)
-    return program.aggregated or kept_equal
 
 
 def _align(programs: Sequence[Program], members: Sequence[int]) -> None:
@@ -249,7 +242,7 @@ def _branch(
         def run() -> Any:
             local = dict(carried[k])
             for v in (*cls.jaxpr.constvars, *cls.jaxpr.invars):
-                local[v] = _cut(env[cls.number[v]], v.aval.shape)
+                local[v] = cut(env[cls.number[v]], v.aval.shape)
             for v, number in cls.number.items():
                 if number in common and number in env:
                     local[v] = env[number]
@@ -272,10 +265,6 @@ def _branch(
 
     outs, own = jax.lax.switch(which, [*(body(k) for k in range(len(classes))), empty])
     return outs, [dict(zip(k, values, strict=True)) for k, values in zip(keep, own, strict=True)]
-
-
-def _cut(value: Any, shape: tuple[int, ...]) -> Any:
-    return value if value.shape == shape else value[tuple(slice(0, n) for n in shape)]
 
 
 def _pad(value: Any, shape: tuple[int, ...]) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from stratagem import context, variables
 from stratagem.collectives.eager import check_destinations, check_pairs, place
 from stratagem.errors import ReplicaDependentWriteError
-from stratagem.step.trace import LocalValue
+from stratagem.step.trace import LocalValue, synchronized
 from stratagem.values import Mirrored, PerReplica, ReduceOp, is_distributed, map_leaves
 
 
@@ -49,16 +49,11 @@ class Extended:
         self._check_may_enter("update")
         self._check_may_update(var)
         args, kwargs = map_leaves(lambda x: _same_part(x, var), (tuple(args), dict(kwargs or {})))
-        trace = context.current().trace
-        if trace is None:
-            result = fn(var, *args, **kwargs)
-        else:
-            trace.synchronized += 1
-            try:
-                result = fn(var, *args, **kwargs)
-            finally:
-                trace.synchronized -= 1
-            return result
+        frame = context.current()
+        if frame.trace is not None:
+            with synchronized(frame):
+                return fn(var, *args, **kwargs)
+        result = fn(var, *args, **kwargs)
         if self.central:  # one variable, one update
             return result if group else (result,)
         parts = (result,) * self.num_replicas_in_sync

@@ -22,12 +22,12 @@ from stratagem.cluster.tf_config import TFConfigClusterResolver
 from stratagem.collectives.options import CommunicationOptions
 from stratagem.errors import GroupChangedError, JobMismatchError, UnevenShapesError
 from stratagem.strategies.abstract import Strategy
+from stratagem.strategies.reductions import dense
 from stratagem.strategies.sharing import share
-from stratagem.values import IndexedSlices, PerReplica, map_leaves, unstack
+from stratagem.values import PerReplica, cut, map_leaves, padded, unstack
 
 _log = logging.getLogger("stratagem")
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_VALUE_BYTES = 1 << 20  # of a message on the job's channel
 
 T = TypeVar("T")
 
@@ -116,11 +116,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 + " at once. Make the model with the same program and settings on every worker."
             )
         stream = self.job.channel.stream("variables")
-        data = array.tobytes() if self.job.rank == 0 else b""
-        received = b""
-        for start in range(0, array.nbytes, _VALUE_BYTES):
-            part = data[start : start + _VALUE_BYTES]
-            received += stream.all_gather(part, "the chief's initial value")[0]
+        received = stream.from_first(array.tobytes(), "the chief's initial value")
         return np.frombuffer(received, array.dtype).reshape(array.shape)
 
     def execute(self, function: Callable[..., T], *inputs: Any) -> T:
@@ -305,7 +301,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             return value.values
         if value.stacked is not None:
             return list(np.asarray(self.whole(value.stacked)))
-        parts = [_dense(part) for part in value.values]
+        parts = [dense(part) for part in value.values]
         value = PerReplica(parts, value.shapes if value.num_replicas > len(parts) else None)
         if value.num_replicas < self.num_replicas_in_sync:
             value = self.join_arguments(value, shared=False)
@@ -315,15 +311,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"Expected parts of one rank on all replicas. Got shapes {list(shapes)}."
             )
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        padded = np.zeros((len(parts), *largest), parts[0].dtype)
-        for i, part in enumerate(parts):
-            window: tuple[Any, ...] = (i, *(slice(0, n) for n in part.shape))
-            padded[window] = part
-        gathered = np.asarray(self.whole(self.place_local(padded)))
-        return [
-            row[tuple(slice(0, n) for n in shape)]
-            for row, shape in zip(gathered, shapes, strict=True)
-        ]
+        own = padded(parts, largest, parts[0].dtype)
+        gathered = np.asarray(self.whole(self.place_local(own)))
+        return [cut(row, shape) for row, shape in zip(gathered, shapes, strict=True)]
 
     def worker_parts(self, value: Any) -> PerReplica | None:
         """A plain value is each worker's own, once a worker however many replicas it has."""
@@ -339,11 +329,6 @@ class MultiWorkerMirroredStrategy(Strategy):
 def _gather_to(home: Any) -> Any:
     """Copies an array to where mirrored values live."""
     return jax.jit(lambda array: array, out_shardings=home)
-
-
-def _dense(part: Any) -> np.ndarray:
-    array = np.asarray(part.to_dense() if isinstance(part, IndexedSlices) else part)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _all_devices() -> list[jax.Device]:

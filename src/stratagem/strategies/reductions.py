@@ -100,7 +100,7 @@ def _reduce_parts(strategy: Any, op: ReduceOp, value: PerReplica, axis: Axis) ->
 
 def _reduce_list(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
     """Of one value a replica, all at hand."""
-    parts = [_dense(p) for p in values]
+    parts = [dense(p) for p in values]
     _check_numbers(*(p.dtype for p in parts))
     if axis is None:
         _check_alike(parts)
@@ -115,7 +115,8 @@ def _reduce_list(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
     return total if op is ReduceOp.SUM else divide(total, count).astype(_mean_dtype(parts[0].dtype))
 
 
-def _dense(part: Any) -> np.ndarray:
+def dense(part: Any) -> np.ndarray:
+    """A part on the host, in the dtype that JAX keeps; IndexedSlices as the tensor they are of."""
     array = np.asarray(part.to_dense() if isinstance(part, IndexedSlices) else part)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
