@@ -42,6 +42,39 @@ class PeerTimeoutError(StratagemError, TimeoutError):
     """Other processes of the job did not come in time; the text names them."""
 
 
+class PeerLostError(StratagemError, ConnectionError):
+    """Another process was restarted, or has ended, while it was asked for something."""
+
+
+class MalformedMessageError(StratagemError, ValueError):
+    """What came from another process, or should go to one, is no message that tasks exchange."""
+
+
+class RemoteError(StratagemError, RuntimeError):
+    """A task could not do what it was asked for.
+
+    Args:
+        who: the task, as errors name it.
+        method: what it was asked for.
+        type_name: the class of the error there.
+        text: what that error says.
+        traceback: where it was raised there.
+    """
+
+    def __init__(self, who: str, method: str, type_name: str, text: str, traceback: str = ""):
+        where = f"\n\nThere:\n{traceback.rstrip()}" if traceback else ""
+        super().__init__(f"{who} could not do {method!r}: {type_name}: {text}{where}")
+        self.who, self.method, self.type_name = who, method, type_name
+        self.text, self.traceback = text, traceback
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.who, self.method, self.type_name, self.text, self.traceback)
+
+
+class NotReadyError(StratagemError, RuntimeError):
+    """A parameter server has no state of this job: it was restarted, or serves another job."""
+
+
 class GroupChangedError(StratagemError, RuntimeError):
     """Processes of the job were lost, or join: a step has no result in this process."""
 
@@ -60,3 +93,7 @@ class CorruptBackupError(BackupError):
 
 class BackupMismatchError(BackupError, ValueError):
     """A backup or checkpoint is one of other variables, or of other data."""
+
+
+class TableFullError(StratagemError, RuntimeError):
+    """A dynamic table has no room for the rows of new ids."""

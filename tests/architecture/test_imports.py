@@ -17,8 +17,9 @@ ROOMS = (
     ("compat",),
     ("__init__", "cli"),
     ("launcher", "planning"),
-    ("callbacks", "cluster_resolver", "debug", "experimental", "function", "nn", "train"),
+    ("callbacks", "cluster_resolver", "debug", "experimental", "function", "nn", "train", "utils"),
     ("keras_bridge",),
+    ("coordinator",),
     ("recovery",),
     ("strategies",),
     ("data",),
@@ -26,6 +27,8 @@ ROOMS = (
     ("variables",),
     ("collectives",),
     ("values",),
+    ("parameter_server",),
+    ("transport",),
     ("cluster",),
     ("tpu",),
     ("config",),
@@ -42,6 +45,8 @@ OPTIONAL_IMPORTS: dict[str, set[str]] = {
     "launcher/kubernetes.py": {"yaml"},
     "launcher/ray.py": {"ray"},
     "launcher/ray_task.py": {"ray"},
+    # A parameter server rarely needs JAX, whose import takes seconds.
+    "parameter_server/whole.py": {"jax"},
 }
 
 COLLECTIVES = {"psum", "ppermute", "all_gather", "psum_scatter", "all_to_all"}
