@@ -1,0 +1,1 @@
+"""Variables on parameter servers: their rows, updates, snapshots and replicas. NumPy alone."""

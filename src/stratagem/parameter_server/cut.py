@@ -1,0 +1,212 @@
+"""Requests to several servers, cut from what is asked of them together, and answers joined. Pure.
+
+Row numbers are sorted, so that those of one shard are a slice: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stratagem.parameter_server.buckets import bucket_of, deal
+from stratagem.parameter_server.dtypes import dtype_of
+from stratagem.parameter_server.plan import Spec
+
+Part = tuple[int, int, int]
+"""Index of a shard, and from where to where its row numbers are in the sorted ones."""
+
+
+def by_shard(spec: Spec, rows: np.ndarray) -> list[Part]:
+    """Where the shards of a variable are in sorted row numbers; those with none are left out.
+
+    Raises:
+        ValueError: they are no such numbers.
+    """
+    if spec.dynamic is not None and rows.dtype == np.int64:
+        return _by_bucket(spec, rows)
+    if rows.dtype != np.int64 or rows.ndim != 1 or not spec.shape:
+        raise ValueError(
+            f"variable {spec.name!r}: expected row numbers int64[n] of a variable that has rows. "
+            f"Got {rows.dtype}{list(rows.shape)} for {list(spec.shape)}."
+        )
+    if len(rows) and not 0 <= rows[0] <= rows[-1] < spec.rows:
+        raise ValueError(
+            f"variable {spec.name!r}: expected row numbers from 0 to {spec.rows - 1}. Got "
+            f"{rows[0]} to {rows[-1]}."
+        )
+    if not spec.sharded:
+        return [(0, 0, len(rows))] if len(rows) else []
+    ends = np.searchsorted(rows, [shard.stop for shard in spec.shards]).tolist()
+    starts = [0, *ends[:-1]]
+    return [(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+
+
+def _by_bucket(spec: Spec, ids: np.ndarray) -> list[Part]:
+    """Likewise for ids of a dynamic table, in the order of `tables.in_order`."""
+    count = len(spec.shards)
+    owners = deal(count)[bucket_of(ids)]
+    if len(ids) > 1 and not bool((owners[1:] >= owners[:-1]).all()):
+        raise ValueError(
+            f"dynamic table {spec.name!r}: expected ids by the server that has them. Got others. "
+            "Use tables.in_order."
+        )
+    ends = np.searchsorted(owners, np.arange(count), side="right").tolist()
+    starts = [0, *ends[:-1]]
+    return [(i, a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+
+
+class Pull:
+    """One pull from all servers.
+
+    Args:
+        servers: how many there are.
+        whole: variables to be had whole.
+        rows: variables and sorted row numbers.
+    """
+
+    def __init__(
+        self, servers: int, whole: Sequence[Spec], rows: Sequence[tuple[Spec, np.ndarray]]
+    ):
+        self._whole, self._rows = whole, rows
+        self._parts = [by_shard(spec, ids) for spec, ids in rows]
+        # For each server the shards that it is asked for: whole ones, then parts of rows.
+        self._asked_whole: list[list[tuple[int, int]]] = [[] for _ in range(servers)]
+        self._asked_rows: list[list[tuple[int, Part]]] = [[] for _ in range(servers)]
+        for at, spec in enumerate(whole):
+            for index, shard in enumerate(spec.shards):
+                self._asked_whole[shard.server].append((at, index))
+        for at, parts in enumerate(self._parts):
+            for part in parts:
+                server = rows[at][0].shards[part[0]].server
+                self._asked_rows[server].append((at, part))
+
+    def servers(self) -> list[int]:
+        """Those that are asked."""
+        every = zip(self._asked_whole, self._asked_rows, strict=True)
+        return [i for i, (whole, rows) in enumerate(every) if whole or rows]
+
+    def request(self, server: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Fields and arrays for one."""
+        whole = [[self._whole[at].vid, index] for at, index in self._asked_whole[server]]
+        rows = []
+        arrays: list[np.ndarray] = []
+        for at, (index, a, b) in self._asked_rows[server]:
+            spec, ids = self._rows[at]
+            rows.append([spec.vid, index, len(arrays)])
+            arrays.append(ids[a:b])
+        return {"whole": whole, "rows": rows}, arrays
+
+    def join(
+        self, answers: Mapping[int, Sequence[np.ndarray]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Whole values and rows, of the arrays that each server sent."""
+        whole: list[list[Any]] = [[None] * len(spec.shards) for spec in self._whole]
+        rows: list[list[Any]] = [[] for _ in self._rows]
+        for server, arrays in answers.items():
+            asked = self._asked_whole[server]
+            for (at, index), array in zip(asked, arrays[: len(asked)], strict=True):
+                whole[at][index] = array
+            pieces = zip(self._asked_rows[server], arrays[len(asked) :], strict=True)
+            for (at, (index, _, _)), array in pieces:
+                rows[at].append((index, array))
+        for at, (spec, _) in enumerate(self._rows):
+            if not rows[at]:
+                rows[at] = [(0, np.empty((0, *spec.shape[1:]), dtype_of(spec.dtype)))]
+        ordered = [[array for _, array in sorted(r, key=lambda x: x[0])] for r in rows]
+        return [_joined(parts) for parts in whole], [_joined(parts) for parts in ordered]
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Push:
+    """One push to all servers.
+
+    Args:
+        servers: how many there are.
+    """
+
+    def __init__(self, servers: int):
+        self._items: list[list[Any]] = [[] for _ in range(servers)]
+        self._arrays: list[list[np.ndarray]] = [[] for _ in range(servers)]
+
+    def add(
+        self, spec: Spec, uid: int | str, rows: np.ndarray | None,
+        handed: Sequence[tuple[str, np.ndarray]],
+    ) -> None:  # fmt: skip
+        """Adds a change of a unit, whose variables are placed as one variable is."""
+        if rows is None:
+            parts = [(i, shard.start, shard.stop) for i, shard in enumerate(spec.shards)]
+        else:
+            parts = by_shard(spec, rows)
+        total = spec.rows if rows is None else len(rows)
+        for kind, value in handed:
+            if kind == "rows" and spec.shape and len(value) != total:
+                raise ValueError(
+                    f"unit {uid}: expected values of {total} rows. Got {list(value.shape)}."
+                )
+        for index, start, stop in parts:
+            server = spec.shards[index].server
+            arrays = self._arrays[server]
+            place = None
+            if rows is not None:
+                place = len(arrays)
+                arrays.append(rows[start:stop])
+            values = []
+            for kind, value in handed:
+                values.append([kind, len(arrays)])
+                cut = kind == "rows" and bool(spec.shape)
+                arrays.append(value[start:stop] if cut else value)
+            self._items[server].append([uid, index, place, values])
+
+    def request(self, server: int) -> tuple[list[Any], list[np.ndarray]]:
+        """Items and arrays for one."""
+        return self._items[server], self._arrays[server]
+
+
+def pieces(spec: Spec, start: int, stop: int, step: int) -> Iterator[Part]:
+    """A range of rows as ranges of at most `step` rows, each in one shard, with its index."""
+    for index, shard in enumerate(spec.shards):
+        low, high = max(start, shard.start), min(stop, shard.stop)
+        for first in range(low, high, step):
+            yield index, first, min(high, first + step)
+
+
+def assignment(
+    spec: Spec, value: np.ndarray, rows: np.ndarray | tuple[int, int] | None
+) -> Iterator[tuple[int, Any, np.ndarray]]:
+    """For each shard its index, which of its rows (None: all) and their values."""
+    total = spec.rows if rows is None else len(rows)
+    if isinstance(rows, tuple):
+        total = rows[1] - rows[0]
+    shape = (total, *spec.shape[1:]) if spec.shape else ()
+    if value.shape != shape:
+        raise ValueError(
+            f"variable {spec.name!r}: expected values of shape {shape}. Got {value.shape}."
+        )
+    if isinstance(rows, np.ndarray):
+        numbers = rows.astype(np.int64, copy=False)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < spec.rows:
+            raise ValueError(
+                f"variable {spec.name!r}: expected row numbers from 0 to {spec.rows - 1}. Got "
+                f"{numbers.min()} to {numbers.max()}."
+            )
+        for index, shard in enumerate(spec.shards):
+            here = (numbers >= shard.start) & (numbers < shard.stop)
+            if here.all():
+                yield index, numbers, value
+            elif here.any():
+                yield index, numbers[here], value[here]
+        return
+    start, stop = (0, spec.rows) if rows is None else rows
+    if not 0 <= start <= stop <= spec.rows:
+        raise ValueError(
+            f"variable {spec.name!r}: expected a range of its {spec.rows} rows. Got {start} to "
+            f"{stop}."
+        )
+    for index, first, last in pieces(spec, start, stop, max(1, spec.rows)):
+        part = value[first - start : last - start] if spec.shape else value
+        yield index, [first, last], part

@@ -1,0 +1,152 @@
+"""The operations that a row program may use: names of JAX's primitives, done by NumPy.
+
+Only what stands in `OPERATIONS` is ever executed; names from the wire are looked up there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from stratagem.parameter_server.dtypes import dtype_of
+
+# Results are of these types alone.
+DTYPES: Mapping[str, np.dtype] = {
+    name: dtype_of(name)
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "bfloat16", "float32", "float64",
+    )
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation on arrays of equal shape, and scalars.
+
+    Attributes:
+        operands: how many it takes.
+        run: `(out, *operands) -> array`; `out` is an array for the result that overlaps no
+            operand, or None.
+        parameter: name of its one static parameter, if it has one; `run` takes it by that name.
+        valid: says whether a value of the parameter may be used.
+    """
+
+    operands: int
+    run: Callable[..., Any]
+    parameter: str | None = None
+    valid: Callable[[Any], bool] = lambda value: True
+
+
+def _of(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda out, *operands: function(*operands, out=out)
+
+
+def _made(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that makes its result anew."""
+    return lambda out, *operands: function(*operands)
+
+
+def _div(out: Any, x: Any, y: Any) -> Any:
+    if np.issubdtype(x.dtype, np.integer):  # XLA rounds towards zero
+        return (np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))).astype(x.dtype)
+    return np.divide(x, y, out=out)
+
+
+def _rsqrt(out: Any, x: Any) -> Any:
+    root = np.sqrt(x, out=out)
+    return np.divide(x.dtype.type(1), root, out=out)
+
+
+def _logistic(x: Any) -> Any:
+    one = x.dtype.type(1)
+    return one / (one + np.exp(-x))
+
+
+def _clamp(out: Any, low: Any, x: Any, high: Any) -> Any:
+    return np.minimum(np.maximum(x, low, out=out), high, out=out)
+
+
+def _select(out: Any, which: Any, no: Any, yes: Any) -> Any:
+    if out is None:
+        return np.where(which, yes, no)
+    np.copyto(out, no)
+    np.copyto(out, yes, where=which)
+    return out
+
+
+def _convert(out: Any, x: Any, dtype: str) -> Any:
+    if out is None:
+        return x.astype(DTYPES[dtype])
+    np.copyto(out, x, casting="unsafe")
+    return out
+
+
+def _integer_pow(out: Any, x: Any, y: int) -> Any:
+    if y == 2:
+        return np.square(x, out=out)
+    power = x.dtype.type(1)
+    for _ in range(abs(y)):
+        power = np.multiply(power, x)
+    return np.divide(x.dtype.type(1), power) if y < 0 else power
+
+
+def _round(out: Any, x: Any, method: int) -> Any:
+    if method == _TO_EVEN:
+        return np.rint(x, out=out)
+    return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
+
+
+_TO_EVEN = 1
+_MOST = 64  # powers beyond are not written as products
+
+OPERATIONS: Mapping[str, Operation] = {
+    "add": Operation(2, _of(np.add)),
+    "add_any": Operation(2, _of(np.add)),
+    "sub": Operation(2, _of(np.subtract)),
+    "mul": Operation(2, _of(np.multiply)),
+    "div": Operation(2, _div),
+    "rem": Operation(2, _of(np.fmod)),
+    "max": Operation(2, _of(np.maximum)),
+    "min": Operation(2, _of(np.minimum)),
+    "pow": Operation(2, _of(np.power)),
+    "atan2": Operation(2, _of(np.arctan2)),
+    "neg": Operation(1, _of(np.negative)),
+    "sign": Operation(1, _of(np.sign)),
+    "abs": Operation(1, _of(np.abs)),
+    "sqrt": Operation(1, _of(np.sqrt)),
+    "rsqrt": Operation(1, _rsqrt),
+    "cbrt": Operation(1, _of(np.cbrt)),
+    "square": Operation(1, _of(np.square)),
+    "exp": Operation(1, _of(np.exp)),
+    "exp2": Operation(1, _of(np.exp2)),
+    "expm1": Operation(1, _of(np.expm1)),
+    "log": Operation(1, _of(np.log)),
+    "log1p": Operation(1, _of(np.log1p)),
+    "tanh": Operation(1, _of(np.tanh)),
+    "sin": Operation(1, _of(np.sin)),
+    "cos": Operation(1, _of(np.cos)),
+    "tan": Operation(1, _of(np.tan)),
+    "logistic": Operation(1, _made(_logistic)),
+    "floor": Operation(1, _of(np.floor)),
+    "ceil": Operation(1, _of(np.ceil)),
+    "is_finite": Operation(1, _of(np.isfinite)),
+    "eq": Operation(2, _of(np.equal)),
+    "ne": Operation(2, _of(np.not_equal)),
+    "lt": Operation(2, _of(np.less)),
+    "le": Operation(2, _of(np.less_equal)),
+    "gt": Operation(2, _of(np.greater)),
+    "ge": Operation(2, _of(np.greater_equal)),
+    "and": Operation(2, _of(np.bitwise_and)),
+    "or": Operation(2, _of(np.bitwise_or)),
+    "xor": Operation(2, _of(np.bitwise_xor)),
+    "not": Operation(1, _of(np.invert)),
+    "clamp": Operation(3, _clamp),
+    "select_n": Operation(3, _select),
+    "round": Operation(1, _round, "method", lambda v: v in (0, _TO_EVEN)),
+    "integer_pow": Operation(1, _integer_pow, "y", lambda v: abs(v) <= _MOST),
+    "convert_element_type": Operation(1, _convert, "dtype", lambda v: v in DTYPES),
+}

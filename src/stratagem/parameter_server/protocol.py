@@ -1,0 +1,260 @@
+"""What requests to a parameter server say, and how a store carries them out.
+
+Fields come from another process: each is checked, and ValueError says which is not what it should
+be. Arrays are named by their place in the message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stratagem.parameter_server.plan import Spec, Unit, are_counts, is_count, is_uid
+from stratagem.parameter_server.rounds import Change
+from stratagem.parameter_server.store import Store, Token
+
+Answer = tuple[dict[str, Any], Sequence[np.ndarray]]
+Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
+
+_KINDS = ("scalar", "rows", "whole")
+
+
+class Fields:
+    """The fields and arrays of a request, read with checks.
+
+    Args:
+        method: of the request, for errors.
+        fields: as they came.
+        arrays: as they came.
+
+    Attributes:
+        raw: the fields.
+    """
+
+    def __init__(self, method: str, fields: Mapping[str, Any], arrays: Sequence[np.ndarray]):
+        self._method, self.raw, self._arrays = method, fields, arrays
+
+    def get(self, name: str, expected: str, good: Callable[[Any], bool]) -> Any:
+        """A field that `good` accepts; `expected` says what that is."""
+        value = self.raw.get(name)
+        if not good(value):
+            self.refuse(name, expected, value)
+        return value
+
+    def count(self, name: str) -> int:
+        """A number from 0 on."""
+        return self.get(name, "a number from 0 on", is_count)
+
+    def maybe_count(self, name: str) -> int | None:
+        """A number from 0 on, or None."""
+        return self.get(name, "a number from 0 on, or None", lambda x: x is None or is_count(x))
+
+    def counts(self, name: str) -> list[int]:
+        """A list of numbers."""
+        return self.get(name, "a list of numbers from 0 on", are_counts)
+
+    def flag(self, name: str) -> bool:
+        """True or False."""
+        return self.get(name, "True or False", lambda x: isinstance(x, bool))
+
+    def text(self, name: str) -> str:
+        """Some characters."""
+        return self.get(name, "a text", lambda x: isinstance(x, str) and 0 < len(x) <= 1000)
+
+    def entries(self, name: str, length: int) -> list[Any]:
+        """A list of lists of one length."""
+        return self.get(
+            name,
+            f"a list of lists of {length}",
+            lambda x: (
+                isinstance(x, (list, tuple))
+                and all(isinstance(e, (list, tuple)) and len(e) == length for e in x)
+            ),
+        )
+
+    def specs(self) -> list[Spec]:
+        """The field `specs`."""
+        return [Spec.from_wire(x) for x in self.get("specs", "a list", _is_list)]
+
+    def units(self) -> list[Unit]:
+        """The field `units`."""
+        return [Unit.from_wire(x) for x in self.get("units", "a list", _is_list)]
+
+    def array(self, place: Any, name: str) -> np.ndarray:
+        """The array at a place that a field names."""
+        if not is_count(place) or place >= len(self._arrays):
+            self.refuse(name, f"the place of one of {len(self._arrays)} arrays", place)
+        return self._arrays[place]
+
+    def refuse(self, name: str, expected: str, value: Any) -> None:
+        """Raises ValueError."""
+        raise ValueError(
+            f"{self._method}: expected {expected} as {name!r}. Got {value!r:.200}. Use the client "
+            "of this version."
+        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_weight(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
+
+
+def starts(said: Fields) -> dict[int, Any]:
+    """The field `starts` of `create`: [[vid, start]]; values as arrays by shard."""
+    found: dict[int, Any] = {}
+    for vid, start in said.entries("starts", 2):
+        if isinstance(start, dict) and start.get("kind") == "value":
+            places = Fields("create", start, ()).entries("places", 2)
+            arrays = {_number(said, "starts", i): said.array(p, "starts") for i, p in places}
+            start = {"kind": "value", "arrays": arrays}
+        found[_number(said, "starts", vid)] = start
+    return found
+
+
+def pull(store: Store, said: Fields, allocate: Allocate = np.empty) -> Answer:
+    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers]]."""
+    whole = [
+        (_number(said, "whole", v), _number(said, "whole", s)) for v, s in said.entries("whole", 2)
+    ]
+    rows = [
+        (_number(said, "rows", v), _number(said, "rows", s), said.array(a, "rows"))
+        for v, s, a in said.entries("rows", 3)
+    ]
+    return {"version": store.version}, store.pull(whole, rows, allocate)
+
+
+def read(store: Store, said: Fields) -> Answer:
+    """`read`: vid, shard, start, stop."""
+    found = store.read(*(said.count(name) for name in ("vid", "shard", "start", "stop")))
+    return {"version": store.version}, (found,)
+
+
+def changes(said: Fields) -> list[Change]:
+    """The field `items`: [[unit, shard, place of row numbers or None, [[kind, place]]]]."""
+    found = []
+    for uid, shard, rows, handed in said.entries("items", 4):
+        if not is_uid(uid):
+            said.refuse("items", "the name of a unit", uid)
+        if not _is_list(handed) or not all(_is_list(x) and len(x) == 2 for x in handed):
+            said.refuse("items", "kinds and arrays", handed)
+        values = []
+        for kind, place in handed:
+            if kind not in _KINDS:
+                said.refuse("items", f"a kind of {', '.join(_KINDS)}", kind)
+            values.append((kind, said.array(place, "items")))
+        numbers = None if rows is None else said.array(rows, "items")
+        found.append(Change(uid, _number(said, "items", shard), numbers, tuple(values)))
+    return found
+
+
+def push(store: Store, said: Fields) -> Answer:
+    """`push`: closure, below, items (`changes`), pulled, round, staged, weight."""
+    staged = said.get(
+        "staged",
+        "None or a list of units",
+        lambda x: x is None or (_is_list(x) and all(is_uid(u) for u in x)),
+    )
+    done = store.push(
+        said.count("closure"),
+        said.count("below"),
+        changes(said),
+        said.maybe_count("pulled"),
+        said.maybe_count("round"),
+        staged,
+        float(said.get("weight", "a finite number from 0 on", _is_weight)),
+    )
+    return {"applied": done.applied, "staleness": done.staleness, "late": done.late}, ()
+
+
+def commit(store: Store, said: Fields) -> Answer:
+    """`commit`: round, closures, weights, mean."""
+    closures = said.counts("closures")
+    weights = said.get(
+        "weights",
+        "None or a finite number from 0 on a closure",
+        lambda x: (
+            x is None or (_is_list(x) and len(x) == len(closures) and all(map(_is_weight, x)))
+        ),
+    )
+    if len(set(closures)) < len(closures):
+        said.refuse("closures", "each closure once", closures)
+    done = store.commit(said.count("round"), closures, weights, said.flag("mean"))
+    return {"applied": done.applied, "missing": list(done.missing), "dropped": done.dropped}, ()
+
+
+def assign(store: Store, said: Fields) -> Answer:
+    """`assign`: vid, shard, op, rows (None, [start, stop] or a place), token; the value first."""
+    where = said.get("rows", "None, a range or a place", lambda x: (
+        x is None or is_count(x) or (are_counts(x) and len(x) == 2)
+    ))  # fmt: skip
+    rows = tuple(where) if _is_list(where) else where
+    if is_count(where):
+        rows = said.array(where, "rows")
+    token = said.get("token", "client, number and lowest number at work", _is_token)
+    done = store.assign(
+        said.count("vid"), said.count("shard"), said.text("op"), said.array(0, "value"), rows,
+        _as_token(token),
+    )  # fmt: skip
+    return {"applied": done}, ()
+
+
+def table(store: Store, said: Fields) -> Answer:
+    """`table`: vid and the first and last bucket; ids of a dynamic table, and their rows."""
+    low, high = said.count("low"), said.count("high")
+    return {}, store.tables.rows(_dynamic(store, said), low, high)
+
+
+def put(store: Store, said: Fields) -> Answer:
+    """`put`: vid; ids and rows of a dynamic table. The same again changes nothing."""
+    ids, rows = said.array(0, "ids"), said.array(1, "rows")
+    store.tables.put(_dynamic(store, said), ids, rows, store.version)
+    return {}, ()
+
+
+def _dynamic(store: Store, said: Fields) -> int:
+    vid = said.count("vid")
+    if vid not in store.tables:
+        said.refuse("vid", "a dynamic table that is here", vid)
+    return vid
+
+
+def install(store: Store, said: Fields) -> Answer:
+    """`install`: units."""
+    store.install(said.units())
+    return {}, ()
+
+
+def delete(store: Store, said: Fields) -> Answer:
+    """`delete`: vids."""
+    store.delete(said.counts("vids"))
+    return {}, ()
+
+
+CHANGES: Mapping[str, Callable[[Store, Fields], Answer]] = {
+    "push": push, "commit": commit, "assign": assign, "install": install, "delete": delete,
+    "put": put,
+}  # fmt: skip
+"""Methods that change the state at once; `create` does it in steps."""
+
+
+def _number(said: Fields, name: str, value: Any) -> int:
+    if not is_count(value):
+        said.refuse(name, "a number from 0 on", value)
+    return value
+
+
+def _is_token(value: Any) -> bool:
+    return (
+        _is_list(value) and len(value) == 3 and isinstance(value[0], str) and are_counts(value[1:])
+    )
+
+
+def _as_token(value: Sequence[Any]) -> Token:
+    return value[0], value[1], value[2]
