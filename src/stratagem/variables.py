@@ -136,6 +136,9 @@ def adopt(variable: Any, strategy: Any, *, created: bool) -> None:
             the aggregate that the components must keep.
     """
     variable._stratagem_home = Home(strategy, user_line())
+    if strategy.served:
+        strategy.take(variable)
+        return
     value = variable._value
     several = strategy.num_replicas_in_sync > 1 or strategy.keeps_state  # others may join
     if is_on_read(variable) and several and not strategy.central:
@@ -168,7 +171,7 @@ def adopt_all(found: Iterable[Any], strategy: Any) -> None:
         where = home(variable)
         if where is None:
             adopt(variable, strategy, created=False)
-        elif where.strategy is not strategy:
+        elif where.strategy not in (strategy, strategy.stands_for):
             foreign.append(f"  {variable.path}: made under {where.strategy!r} at {where.made_at}")
     if foreign:
         raise StrategyMismatchError(

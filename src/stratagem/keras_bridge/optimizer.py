@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,14 @@ from stratagem import _keras, context
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import effects, numerics, primitives
 from stratagem.step.trace import synchronized
+from stratagem.strategies.remote import slot_of
 
 
 def install() -> None:
     """Attaches the bridge to Keras' optimizers."""
     wrap(_keras.BaseOptimizer, "apply", _apply)
     wrap(_keras.BaseOptimizer, "stateless_apply", _stateless_apply)
+    wrap(_keras.BaseOptimizer, "add_variable_from_reference", _add_slot)
     wrap(_keras.LossScaleOptimizer, "apply", _apply_scaled)
     wrap(_keras.LossScaleOptimizer, "stateless_apply", _stateless_apply)
 
@@ -42,21 +45,27 @@ def _named(optimizer: Any, grads: Sequence[Any], trainable: Sequence[Any] | None
 
 
 def _arrived(grads: Sequence[Any]) -> list[Any]:
-    """Says where the update begins, where another device makes it (step/split.py)."""
+    """Says where the update begins, where others make it (step/split.py, step/apart.py)."""
     frame = context.current()
-    if frame.trace is None or not frame.strategy.central:
+    if frame.trace is None or not (frame.strategy.central or frame.strategy.served):
         return list(grads)
-    return [
-        None if g is None else primitives.mark_p.bind(jnp.asarray(g), kind="arrived", key=None)
-        for g in grads
-    ]
+    return [None if g is None else primitives.arrived(jnp.asarray(g)) for g in grads]
+
+
+def _served() -> contextlib.AbstractContextManager[None]:
+    """Within an optimizer, servers compute what is added to a variable, not only the sum."""
+    frame = context.current()
+    if frame.trace is None or not frame.strategy.served:
+        return contextlib.nullcontext()
+    return synchronized(frame)
 
 
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = replicated_trace()
     if frame is None:
         grads = _arrived(_named(self, grads, trainable_variables))
-        return original(self, grads, trainable_variables)
+        with _served():
+            return original(self, grads, trainable_variables)
     grads = _arrived(combine(_named(self, grads, trainable_variables), frame))
     with synchronized(frame):
         return original(self, grads, trainable_variables)
@@ -68,7 +77,8 @@ def _stateless_apply(
     frame = replicated_trace()
     if frame is None:
         grads = _arrived(_named(self, grads))
-        return original(self, optimizer_variables, grads, trainable_variables)
+        with _served():
+            return original(self, optimizer_variables, grads, trainable_variables)
     grads = _arrived(combine(_named(self, grads), frame))
     with synchronized(frame):
         return original(self, optimizer_variables, grads, trainable_variables)
@@ -89,3 +99,9 @@ def _apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any
         for variable, value in zip([*trainable, *own], [*new_trainable, *new_own], strict=True):
             variable.assign(value)
     return None
+
+
+def _add_slot(original: Any, self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """On parameter servers a slot lives beside its variable."""
+    with slot_of(reference_variable):
+        return original(self, reference_variable, *args, **kwargs)

@@ -10,7 +10,8 @@ import jax
 
 from stratagem import _keras, context, variables
 from stratagem.keras_bridge.hooks import wrap
-from stratagem.step import effects
+from stratagem.step import effects, primitives
+from stratagem.strategies.remote import is_remote
 from stratagem.variables import VariableAggregation, VariableSynchronization
 
 
@@ -20,6 +21,7 @@ def install() -> None:
     wrap(cls, "__init__", _create)
     wrap(cls, "_direct_assign", _direct_assign)
     wrap(cls, "_deferred_initialize", _deferred_initialize)
+    wrap(cls, "_initialize_with_initializer", _initialize_with_initializer)
     wrap(cls, "assign", _assign)
     wrap(cls, "assign_add", _assign_add)
     wrap(cls, "assign_sub", _assign_sub)
@@ -100,8 +102,18 @@ def _deferred_initialize(original: Any, self: Any) -> None:
     """A variable that was made while shapes were inferred gets its initial value now."""
     original(self)
     where = variables.home(self)
-    if where is not None and where.strategy.spans:
+    if where is not None and where.strategy.served:
+        where.strategy.take(self)
+    elif where is not None and where.strategy.spans:
         self._value = where.strategy.place_first(self._value)
+
+
+def _initialize_with_initializer(original: Any, self: Any, initializer: Any) -> None:
+    """Parameter servers draw large values themselves."""
+    where = variables.home(self)
+    strategy = context.current().strategy if where is None else where.strategy
+    if not strategy.served or not strategy.initialize(self, initializer):
+        original(self, initializer)
 
 
 def _assign(original: Any, self: Any, value: Any) -> Any:
@@ -123,12 +135,17 @@ def _assign_sub(original: Any, self: Any, value: Any) -> Any:
 
 def _add(original: Any, self: Any, value: Any, sign: int) -> Any:
     frame = context.current()
+    if frame.trace is None and not _keras.in_stateless_scope() and is_remote(self):
+        self.add_to_value(sign * self._convert_to_tensor(value, dtype=self._dtype))
+        return self
     if not _keras.in_stateless_scope() and variables.has_components(self):
         delta = self._convert_to_tensor(value, dtype=self._dtype)
         return variables.add_to_components(self, sign * delta)
     if frame.trace is None or not _keras.in_stateless_scope():
         return original(self, value)
     delta = self._convert_to_tensor(value, dtype=self._dtype)
+    if frame.strategy.served and not frame.trace.synchronized:
+        return original(self, primitives.arrived(delta))  # servers add it to what there is then
     combined = effects.add(self, delta)
     if combined is None:
         return original(self, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from stratagem.values import check_count, is_distributed
 
 _log = logging.getLogger("stratagem")
 _MANY_TRACES = 16
+_tracing = threading.RLock()  # what runs while a step is traced may be the user's, and one's state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,8 @@ class Executor:
             return program
 
         facts = Facts(dict(self._touched.get(fn, self._known)))
-        programs = trace(call, strategy, frame, classes, facts, finish)
+        with _tracing:
+            programs = trace(call, strategy, frame, classes, facts, finish)
         self._touched[fn] = facts.variables
         first = programs[0]
         variables.adopt_all(first.variables, strategy)

@@ -5,6 +5,7 @@ They are bound while a step is traced, outside any mesh. `step/lower.py` gives t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,27 @@ all_gather_p = Primitive("all_gather")
 tape_start_p = Primitive("tape_start")
 gradient_p = Primitive("gradient")
 gradient_p.multiple_results = True
+# A value that only the worker can give: see `given`.
+given_p = Primitive("given")
+
+
+def given(kind: str, key: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """A value that the worker puts in where it runs a closure; at the top level of a step.
+
+    Args:
+        kind: what it is, as the worker knows it: "element" of an iterator, "worker" index,
+            "closure" number.
+        key: which one of the kind; plain data (numbers, strings and tuples of them). Equal keys
+            of a kind are the same value.
+        shape: of the value.
+        dtype: of the value.
+    """
+    return given_p.bind(kind=kind, key=key, shape=tuple(shape), dtype=np.dtype(dtype))
+
+
+def arrived(value: Any) -> Any:
+    """Names a value from which on others than the replicas compute; see step/split.py."""
+    return mark_p.bind(value, kind="arrived", key=None)
 
 
 def all_reduce(values: list[Any], ops: list[str], frame: Any) -> list[Any]:
@@ -83,6 +105,11 @@ def _all_gather_abstract(aval: Any, *, sizes: tuple[int, ...], **_: Any) -> Any:
 @mark_p.def_abstract_eval
 def _mark_abstract(aval: Any, **_: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+@given_p.def_abstract_eval
+def _given_abstract(*, shape: tuple[int, ...], dtype: Any, **_: Any) -> Any:
+    return jax.core.ShapedArray(shape, dtype)
 
 
 @replica_id_p.def_abstract_eval

@@ -27,6 +27,8 @@ class Layout:
 
     job: Any = None  # the processes that train together, where there are several
     keeps_state = False  # True where a step may fail, and its inputs must survive it
+    stands_for: Any = None  # the strategy whose steps this one compiles for other devices
+    served = False  # True where variables live on parameter servers
     central = False  # True where variables live once, on a device that need not be a replica's
     _ops: CrossDeviceOps
 

@@ -1,0 +1,200 @@
+"""What a worker does with the parts of a step: row numbers, rows, results, and what to push."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stratagem.parameter_server.tables import in_order
+from stratagem.step.ids import whole as whole_ids
+from stratagem.step.parts import Parts, Table
+from stratagem.step.ship import unship
+
+# A part of the rows, by which later batches may need more before another shape is compiled.
+_ROOM = 8
+# Up to so many rows for each id, ids are marked; beyond, they are sorted.
+_DENSE = 64
+# Above so many rows, places in a sorted list are searched and not looked up.
+_LARGE = 1 << 27
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The rows of one table that a closure needs.
+
+    Attributes:
+        ids: int64 `[n]`, sorted, distinct.
+        positions: for each lookup, where in `ids` its row numbers are, int32.
+        padded: how many rows the program is given, at least n; those beyond are zero.
+    """
+
+    ids: np.ndarray
+    positions: tuple[np.ndarray, ...]
+    padded: int
+
+
+class Runner:
+    """Runs closures of one step. Use it in one thread at a time.
+
+    Args:
+        parts: of the step, as from the wire.
+    """
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self._ids = unship(parts.ids) if parts.tables else None
+        self._compute = unship(parts.compute)
+        self._places = [np.zeros(t.rows if t.rows <= _LARGE else 0, np.int32) for t in parts.tables]
+        self._padded = [0] * len(parts.tables)
+
+    def prepare(self, arguments: Sequence[Any], given: Sequence[Any]) -> list[Wanted]:
+        """The rows of each table that a closure needs.
+
+        Raises:
+            ValueError: a row number is not in its table.
+        """
+        if self._ids is None:
+            return []
+        numbers = [np.asarray(v) for v in self._ids(*arguments, *given)]
+        return [self._wanted(i, t, numbers) for i, t in enumerate(self.parts.tables)]
+
+    def _wanted(self, index: int, table: Table, numbers: Sequence[np.ndarray]) -> Wanted:
+        if table.servers:
+            return self._wanted_ids(index, table, [whole_ids(numbers[k]) for k in table.lookups])
+        own = [
+            _valid(numbers[k], table, clip)
+            for k, clip in zip(table.lookups, table.clip, strict=True)
+        ]
+        flat = np.concatenate([n.reshape(-1) for n in own])
+        places = self._places[index]
+        dense = table.rows <= _DENSE * flat.size
+        ids = distinct(flat, table.rows if dense else None)
+        if len(places):
+            places[ids] = np.arange(len(ids), dtype=np.int32)
+            where = places[flat]
+        else:
+            where = np.searchsorted(ids, flat).astype(np.int32)
+        ends = np.cumsum([n.size for n in own])[:-1]
+        positions = tuple(
+            w.reshape(n.shape) for w, n in zip(np.split(where, ends), own, strict=True)
+        )
+        # Few shapes are compiled: what was once needed is kept.
+        most = min(flat.size, table.rows)
+        room = len(ids) + len(ids) // _ROOM
+        padded = max(self._padded[index], min(bucket(room), most))
+        self._padded[index] = padded
+        return Wanted(ids, positions, padded)
+
+    def _wanted_ids(self, index: int, table: Table, own: Sequence[np.ndarray]) -> Wanted:
+        """Likewise of a table without a preset size: ids in the order of their servers."""
+        flat = np.concatenate([n.reshape(-1) for n in own])
+        sorted_ids, where = np.unique(flat, return_inverse=True)
+        ids, _ = in_order(sorted_ids, table.servers)
+        place = np.empty(len(ids), np.int32)
+        place[np.searchsorted(sorted_ids, ids)] = np.arange(len(ids), dtype=np.int32)
+        ends = np.cumsum([n.size for n in own])[:-1]
+        parts = np.split(place[where.reshape(-1)], ends)
+        positions = tuple(w.reshape(n.shape) for w, n in zip(parts, own, strict=True))
+        padded = max(self._padded[index], min(bucket(len(ids)), flat.size))
+        self._padded[index] = padded
+        return Wanted(ids, positions, padded)
+
+    def compute(
+        self, whole: Sequence[Any], rows: Sequence[np.ndarray], wanted: Sequence[Wanted],
+        arguments: Sequence[Any], given: Sequence[Any], local: Sequence[Any] = (),
+    ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:  # fmt: skip
+        """Runs the worker's part; compiles it where shapes are new.
+
+        Args:
+            whole: values of `parts.whole`.
+            rows: for each table the rows `[n, ...]` that `wanted` asks for.
+            wanted: of `prepare`.
+            arguments: of the step.
+            given: values of `parts.given`.
+            local: values that the caller passes.
+
+        Returns:
+            Results, new local values, and what is handed to the updates. Read-only.
+        """
+        positions = [p for w in wanted for p in w.positions]
+        padded = [_padded(r, w.padded) for r, w in zip(rows, wanted, strict=True)]
+        outs = self._compute(*whole, *padded, *positions, *arguments, *given, *local)
+        values = [np.asarray(v) for v in outs]
+        first, second = self.parts.results, self.parts.results + self.parts.local
+        return values[:first], values[first:second], values[second:]
+
+    def items(self, handed: Sequence[np.ndarray], wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
+        """What to push: for each unit `uid`, `rows` (ids, or None for all), and `handed` pairs."""
+        return [
+            {
+                "uid": push.uid,
+                "rows": None if push.table is None else wanted[push.table].ids,
+                "handed": [
+                    (kind, _cut(handed[i], kind, push.table, wanted)) for kind, i in push.handed
+                ],
+            }
+            for push in self.parts.pushes
+        ]
+
+
+def _cut(value: np.ndarray, kind: str, table: int | None, wanted: Sequence[Wanted]) -> np.ndarray:
+    return value if table is None or kind == "scalar" else value[: len(wanted[table].ids)]
+
+
+def bucket(count: int) -> int:
+    """The next number of rows that is compiled: powers of two, and 1.5 times those."""
+    size = 8
+    while size < count:
+        if size + size // 2 >= count:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+def distinct(ids: np.ndarray, count: int | None = None) -> np.ndarray:
+    """The distinct ones of some row numbers, sorted, int64.
+
+    Args:
+        ids: row numbers.
+        count: all are below it, and it is not much larger than there are ids: then they are
+            marked, which is several times as fast as sorting.
+    """
+    if count is not None:
+        marked = np.zeros(count, bool)
+        marked[ids] = True
+        return np.flatnonzero(marked)
+    if not ids.size:
+        return np.zeros(0, np.int64)
+    ordered = np.sort(ids)
+    keep = np.empty(ordered.size, bool)
+    keep[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
+    return ordered[keep].astype(np.int64)
+
+
+def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
+    if not ids.size:
+        return ids
+    low, high = int(ids.min()), int(ids.max())
+    if 0 <= low and high < table.rows:
+        return ids
+    if clip:
+        return np.clip(ids, 0, table.rows - 1)
+    wrong = high if high >= table.rows else low
+    raise ValueError(
+        f"Expected row numbers from 0 to {table.rows - 1} for {table.name!r}, which has "
+        f"{table.rows} rows. Got {wrong} (among {ids.size} looked up). Map unknown ids to a row "
+        "of their own (StringLookup and IntegerLookup do), or give the table more rows "
+        "(Embedding(input_dim=...))."
+    )
+
+
+def _padded(rows: np.ndarray, count: int) -> Any:
+    if len(rows) == count:
+        return rows
+    padded = np.zeros((count, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
