@@ -10,6 +10,7 @@ from stratagem import config as config  # first, since it chooses Keras' backend
 from stratagem import callbacks as callbacks
 from stratagem import cluster_resolver as cluster_resolver
 from stratagem import context as _context
+from stratagem import coordinator as coordinator
 from stratagem import data as data
 from stratagem import debug as debug
 from stratagem import errors as errors
@@ -18,6 +19,7 @@ from stratagem import keras_bridge as _keras_bridge
 from stratagem import nn as nn
 from stratagem import tpu as tpu
 from stratagem import train as train
+from stratagem import utils as utils
 from stratagem.collectives import CrossDeviceOps as CrossDeviceOps
 from stratagem.collectives import DoublingAllReduce as DoublingAllReduce
 from stratagem.collectives import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -30,12 +32,14 @@ from stratagem.context import get_replica_context as get_replica_context
 from stratagem.context import get_strategy as get_strategy
 from stratagem.context import has_strategy as has_strategy
 from stratagem.context import in_cross_replica_context as in_cross_replica_context
+from stratagem.coordinator.server import Server as Server
 from stratagem.data import DistributedDataset as DistributedDataset
 from stratagem.data import DistributedIterator as DistributedIterator
 from stratagem.data import InputContext as InputContext
 from stratagem.data import InputOptions as InputOptions
 from stratagem.data import InputReplicationMode as InputReplicationMode
 from stratagem.function import function as function
+from stratagem.keras_bridge.dynamic_table import DynamicTable as DynamicTable
 from stratagem.step.replica import ReplicaContext as ReplicaContext
 from stratagem.step.tape import GradientTape as GradientTape
 from stratagem.step.tape import value_and_grad as value_and_grad
@@ -43,6 +47,7 @@ from stratagem.strategies import DefaultStrategy as _DefaultStrategy
 from stratagem.strategies import MirroredStrategy as MirroredStrategy
 from stratagem.strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from stratagem.strategies import OneDeviceStrategy as OneDeviceStrategy
+from stratagem.strategies import ParameterServerStrategy as ParameterServerStrategy
 from stratagem.strategies import RunOptions as RunOptions
 from stratagem.strategies import Strategy as Strategy
 from stratagem.strategies import TPUStrategy as TPUStrategy

@@ -148,11 +148,11 @@ class BackupAndRestore(FitCut):
     def _is_leaving(self) -> bool:
         """True after the step that all processes agreed to be the last."""
         topic = preemption.TOPICS[0]
-        if not self.save_before_preemption or not self._agreement.announced(topic):
+        if not self.save_before_preemption or not self._agreement.announced(topic, self._step):
             return False
         if self._leave_at is None:
             self._leave_at = self._agreement.latest(topic, self._step)
-        return self._step >= self._leave_at
+        return self._leave_at is not None and self._step >= self._leave_at
 
     def _leave(self) -> None:
         self._archive.wait()

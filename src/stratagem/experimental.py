@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from stratagem import coordinator as coordinator
 from stratagem import strategies
 from stratagem.cluster import ClusterResolver, TPUClusterResolver
 from stratagem.collectives import CommunicationImplementation as CommunicationImplementation
 from stratagem.collectives import CommunicationOptions as CommunicationOptions
 from stratagem.collectives.options import collective_hints
 from stratagem.data import ValueContext as ValueContext
+from stratagem.parameter_server import partitioners as partitioners
 from stratagem.recovery.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
@@ -15,6 +17,7 @@ from stratagem.recovery.preemption import PreemptionWatcher as PreemptionWatcher
 from stratagem.recovery.preemption import TerminationConfig as TerminationConfig
 from stratagem.strategies import CentralStorageStrategy as CentralStorageStrategy
 from stratagem.strategies import DescribedTPUStrategy as DescribedTPUStrategy
+from stratagem.strategies import ParameterServerStrategy as ParameterServerStrategy
 from stratagem.tpu.experimental import DeviceAssignment
 
 CollectiveCommunication = CommunicationImplementation

@@ -45,6 +45,11 @@ class Function:
             self._strategy = found.strategy
             return use(found.strategy)
 
+    @property
+    def python_function(self) -> Callable[..., Any]:
+        """The Python function."""
+        return self._fn
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 

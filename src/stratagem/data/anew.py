@@ -37,10 +37,14 @@ class Dealt:
         value.dealt = self
         return value
 
+    def counts(self, replicas: int) -> tuple[int, ...]:
+        """Rows that each of so many replicas would get."""
+        return split_rows(self._rows, replicas, self._rule)
+
     def anew(self, mesh: Mesh) -> PerReplica:
         """The value for other replicas: the same rows, other shares. Asks no other process."""
         placement = Placement(mesh)
-        counts = split_rows(self._rows, placement.num_replicas, self._rule)
+        counts = self.counts(placement.num_replicas)
         slices, local = row_slices(counts), placement.local
         leaves, _ = self._read(slice(slices[local[0]].start, slices[local[-1]].stop))
         part = placement.split_own(leaves[self._leaf], counts)

@@ -9,6 +9,7 @@ from stratagem.keras_bridge import (
     metrics,
     optimizer,
     same_batches,
+    served,
     shapes,
     trainer,
     variables,
@@ -29,5 +30,6 @@ def install() -> None:
         workers,
         backup,
         same_batches,
+        served,
     ):
         room.install()

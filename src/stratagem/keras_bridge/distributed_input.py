@@ -17,6 +17,8 @@ from stratagem.data import (
     FileBatches,
     RowBatches,
 )
+from stratagem.data.dealt import DealtDataset
+from stratagem.keras_bridge.on_workers import CreatorAdapter, DatasetCreator, here
 from stratagem.values import PerReplica, is_distributed
 
 
@@ -51,9 +53,51 @@ def adapt(data: Any, strategy: Any) -> Any:
 
     Leaves other data as they are: Keras reads them.
     """
+    if isinstance(data, DatasetCreator):
+        data = CreatorAdapter(data, strategy) if strategy.served else here(data)
+    if strategy.served:
+        return iterated(data)
     if isinstance(data, (DatasetWithOptions, FileBatches, RowBatches)):
         data = strategy.experimental_distribute_dataset(data)
     return DistributedAdapter(data, strategy) if isinstance(data, DistributedDataset) else data
+
+
+def iterated(data: Any) -> Any:
+    """Data that only this package knows, for a strategy that deals out batches as they come."""
+    if isinstance(data, DatasetWithOptions):
+        data = data.dataset
+    known = isinstance(data, (FileBatches, RowBatches, DealtDataset))
+    return DealtAdapter(data) if known else data
+
+
+class DealtAdapter(_keras.DataAdapter):
+    """Gives Keras the batches of a dataset as they are. One pass is one epoch.
+
+    Args:
+        dataset: iterable anew for each epoch.
+    """
+
+    batch_size = None
+    has_partial_batch = None
+    partial_batch_size = None
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """The batches of one pass."""
+        return self.get_numpy_iterator()
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        """Likewise."""
+        if isinstance(self._dataset, DealtDataset):
+            return self._dataset.batches()
+        return iter(self._dataset)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of one pass, where that is known."""
+        return len(self._dataset) if isinstance(self._dataset, RowBatches) else None
 
 
 class DistributedAdapter(_keras.DataAdapter):

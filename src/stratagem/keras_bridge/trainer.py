@@ -21,10 +21,13 @@ from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
 from stratagem.keras_bridge import backup, workers
+from stratagem.keras_bridge.ahead import Ahead
 from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, as_global, join
 from stratagem.keras_bridge.handover import value_from
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.same_batches import SameBatches
+from stratagem.keras_bridge.served import ServedStep
+from stratagem.keras_bridge.state import state_groups
 from stratagem.step.execute import Compiled, Executor, Fit
 from stratagem.strategies import Strategy
 from stratagem.values import PerReplica
@@ -131,10 +134,14 @@ def _make(kind: str) -> Any:
         made_for = getattr(getattr(self, attribute), "_stratagem_strategy", None)
         if made_for is strategy and not force:
             return None
-        if strategy.num_replicas_in_sync > 1:
+        if strategy.num_replicas_in_sync > 1 or strategy.served:
             _refuse_what_needs_one_replica(self, strategy)
-        step = ModelStep(self, strategy, kind)
-        function = self._make_function(step, concatenate_outputs=kind == "predict")
+        function: Any
+        if strategy.served:
+            function = ServedStep(self, strategy, kind)
+        else:
+            step = ModelStep(self, strategy, kind)
+            function = self._make_function(step, concatenate_outputs=kind == "predict")
         function._stratagem_strategy = strategy
         setattr(self, attribute, function)
         return None
@@ -176,7 +183,7 @@ class ModelStep:
         self._model = model
         self._strategy = strategy
         self._kind = kind
-        self._groups = _state_groups(model, kind)
+        self._groups = state_groups(model, kind)
         self._flat = [v for group in self._groups for v in group]
         # Its own executor, so that programs go when the model goes.
         self._executor = Executor(strategy, strategy.executor.replica, touches=self._flat)
@@ -184,6 +191,7 @@ class ModelStep:
         self._placement: Placement | None = None  # made anew where the processes change
         self._said = False
         self._same = SameBatches(strategy.job)
+        self._ahead = Ahead(strategy, lambda other: ModelStep(model, other, kind))
         self._last = -1  # units of the job when this step was made last
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -226,6 +234,7 @@ class ModelStep:
         give = lambda: fit.give(value_from(self._values(state)))  # noqa: E731
         done = self._strategy.in_step(lambda: self._run(state, batch), again, doing, give)
         fit.stepped()
+        self._ahead.stepped(batch)
         self._last = self._strategy.job.lockstep.finished
         return done
 
@@ -345,16 +354,6 @@ class ModelStep:
             results,
             is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )
-
-
-def _state_groups(model: Any, kind: str) -> list[list[Any]]:
-    """The variables behind the lists of Keras' JAX state, in its order."""
-    groups = [model.trainable_variables, model.non_trainable_variables]
-    if kind == "train":
-        groups.append(model.optimizer.variables)
-    if kind != "predict":
-        groups.append(model.metrics_variables)
-    return [list(group) for group in groups]
 
 
 def _regroup(flat: list[Any], groups: Iterable[list[Any]]) -> tuple[list[Any], ...]:

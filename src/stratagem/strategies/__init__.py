@@ -13,6 +13,9 @@ from stratagem.strategies.multi_worker_mirrored import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from stratagem.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from stratagem.strategies.planned import PlannedStrategy as PlannedStrategy
 from stratagem.strategies.tpu import RunOptions as RunOptions
 from stratagem.strategies.tpu import TPUStrategy as TPUStrategy

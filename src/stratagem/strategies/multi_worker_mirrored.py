@@ -21,6 +21,8 @@ from stratagem.cluster.lockstep import Lockstep
 from stratagem.cluster.tf_config import TFConfigClusterResolver
 from stratagem.collectives.options import CommunicationOptions
 from stratagem.errors import GroupChangedError, JobMismatchError, UnevenShapesError
+from stratagem.step.execute import Executor
+from stratagem.step.replica import ReplicaContext
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.reductions import dense
 from stratagem.strategies.sharing import share
@@ -118,6 +120,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         stream = self.job.channel.stream("variables")
         received = stream.from_first(array.tobytes(), "the chief's initial value")
         return np.frombuffer(received, array.dtype).reshape(array.shape)
+
+    def smaller(self) -> MultiWorkerMirroredStrategy | None:
+        """This strategy with one process less, to compile for; None where it may not be so.
+
+        It has the devices of all processes but the last: whoever is lost, those that are left get
+        the numbers of these.
+        """
+        if self.job is None or not self.job.may_shrink:
+            return None
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.stands_for, other.job, other.described = self, None, True
+        last = self.job.size - 1
+        other._lay_out([d for d in self._devices if d.process_index != last])
+        other._run = Executor(other, ReplicaContext(other))
+        return other
 
     def execute(self, function: Callable[..., T], *inputs: Any) -> T:
         """Runs a compiled program that may wait for other processes."""

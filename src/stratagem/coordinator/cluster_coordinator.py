@@ -1,0 +1,208 @@
+"""ClusterCoordinator: hands functions to whichever worker is free. TF's interface."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from stratagem.coordinator import remote_value
+from stratagem.coordinator.consistency import Asynchronous, Bounded, Synchronous
+from stratagem.coordinator.dispatcher import Dispatcher
+from stratagem.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from stratagem.coordinator.plans import Family, Plan, Plans
+from stratagem.coordinator.remote_value import RemoteValue
+from stratagem.coordinator.scheduled import Scheduled
+from stratagem.coordinator.state import Terms
+from stratagem.coordinator.tallies import Tallies
+from stratagem.data.dealt import DealtDataset, DealtIterator
+from stratagem.strategies.parameter_server import (
+    ASYNCHRONOUS,
+    HYBRID,
+    ParameterServerStrategy,
+)
+
+_OPEN_SECONDS = 300.0
+_lock = threading.Lock()
+
+
+class ClusterCoordinator:
+    """Schedules functions on the workers of a ParameterServerStrategy. Coordinator only.
+
+    One object a strategy: making it again gives the same one.
+
+    Args:
+        strategy: of the cluster.
+
+    Raises:
+        ValueError: another strategy.
+    """
+
+    strategy: ParameterServerStrategy
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"Expected a ParameterServerStrategy to coordinate. Got {strategy!r}. Other "
+                "strategies run steps themselves: call strategy.run."
+            )
+        with _lock:
+            if strategy.coordinator is None:
+                strategy.coordinator = self = super().__new__(cls)
+                self._begin(strategy)
+            return strategy.coordinator
+
+    def _begin(self, strategy: ParameterServerStrategy) -> None:
+        self.strategy = strategy
+        self.tallies = Tallies()
+        self._plans = Plans(strategy)
+        self._iterators = iter(range(1, 1 << 62))
+        setup = {
+            "servers": [list(s) for s in strategy.servers],
+            "job": strategy.job_id,
+            "coordinator": strategy.link.servers.client,
+        }
+        self.dispatcher = Dispatcher(
+            strategy.link, strategy.workers, _terms(strategy), setup, self._staged, strategy.told
+        )
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Any = None
+    ) -> RemoteValue:
+        """Has some worker call `fn(*args, **kwargs)`; returns at once.
+
+        `fn` is traced here, once for each set of shapes; its Python code does not run on workers.
+        A worker that is lost in the middle of it is no error: another one runs it, and what it
+        writes is applied once.
+
+        Args:
+            fn: Python over tensors, variables, `next(iterator)`, `strategy.run`.
+            args: tensors; iterators of datasets; PerWorkerValues; other objects are constants.
+            kwargs: likewise.
+
+        Returns:
+            The result to come. If the data of an iterator in `args` have ended, `is_ok()` of it is
+            False.
+
+        Raises:
+            ValueError: a RemoteValue among the arguments.
+            Exception: what an earlier closure raised, once.
+        """
+        fn, arguments = _checked(fn, args, kwargs)
+        try:
+            args, kwargs = _take(arguments)
+        except StopIteration:
+            value = RemoteValue()
+            value.end()
+            return value
+        with self.strategy.scope():
+            family, arrays = self._plans.find(fn, args, kwargs)
+        return self.submit(family, arrays)
+
+    def submit(
+        self, family: Family, arrays: list[Any], *, counts: bool = True, rows: int | None = None,
+        most: int | None = None,
+    ) -> RemoteValue:  # fmt: skip
+        """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
+        value = RemoteValue()
+        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add)
+        self.dispatcher.schedule(closure, most)
+        return value
+
+    def join(self) -> None:
+        """Waits until all that was scheduled is done.
+
+        Raises:
+            Exception: the first error of a closure since the last that was raised; the closures
+                that were queued then are cancelled.
+        """
+        try:
+            self.dispatcher.ask("join")
+        finally:
+            self.tallies.settle()
+
+    def done(self) -> bool:
+        """Whether all that was scheduled is done. Raises as `join`."""
+        done = self.dispatcher.ask("done")
+        self.tallies.settle()
+        return done
+
+    def fetch(self, val: Any) -> Any:
+        """The results of the RemoteValues in a structure; waits for them."""
+        found = remote_value.fetch(val)
+        self.tallies.settle()
+        return found
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> Any:
+        """A dataset that each worker makes for itself, whole.
+
+        Args:
+            dataset_fn: makes an iterable of batches, on the worker; without arguments or with an
+                InputContext. `experimental_get_current_worker_index()` in it tells workers apart.
+                Or an iterable itself, which is sent to the workers. Or what
+                `strategy.experimental_distribute_dataset` gives: then each batch goes to one
+                closure, and the workers read nothing themselves.
+
+        Returns:
+            What `iter` makes an iterator of, for `schedule`.
+        """
+        if isinstance(dataset_fn, DealtDataset):
+            return dataset_fn
+        if not callable(dataset_fn):
+            dataset = dataset_fn
+            dataset_fn = lambda: dataset  # noqa: E731
+        return PerWorkerDataset(dataset_fn, self._open)
+
+    def _open(self, pickled: bytes) -> PerWorkerIterator:
+        number = next(self._iterators)
+        element = self.dispatcher.open_iterator(number, pickled, _OPEN_SECONDS)
+        return PerWorkerIterator(number, element)
+
+    def _staged(self, plan: Plan) -> list[Any] | None:
+        """The updates of a plan that wait for the end of a round; None where all do."""
+        if self.strategy.consistency.mode != HYBRID:
+            return None
+        return [push.uid for push in plan.parts.pushes if push.table is None]
+
+
+def _terms(strategy: ParameterServerStrategy) -> Terms:
+    said = strategy.consistency
+    consistency: Any = Asynchronous()
+    if said.mode != ASYNCHRONOUS:
+        consistency = Synchronous(said.backup_workers, hybrid=said.mode == HYBRID)
+    elif said.max_staleness is not None:
+        consistency = Bounded(said.max_staleness)
+    seconds = strategy.snapshot_seconds if strategy.state_dir else math.inf
+    return Terms(consistency=consistency, snapshot_seconds=seconds)
+
+
+def _checked(fn: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[tuple[Any, ...], Any]]:
+    fn = getattr(fn, "python_function", fn)  # of a stratagem.function
+    if not callable(fn):
+        raise TypeError(
+            f"Expected a function to schedule. Got {type(fn).__name__}. Write "
+            "coordinator.schedule(step, args=(iterator,)), not schedule(step(iterator))."
+        )
+    if args is not None and not isinstance(args, (list, tuple)):
+        raise ValueError(
+            f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
+        )
+    arguments = (tuple(args or ()), dict(kwargs or {}))
+    if any(isinstance(leaf, RemoteValue) for leaf in jax.tree.leaves(arguments)):
+        raise ValueError(
+            "Expected tensors, iterators or Python objects as arguments of a scheduled function. "
+            "Got a RemoteValue, whose result may not be there. Pass value.fetch(), or do both "
+            "steps in one function."
+        )
+    return fn, arguments
+
+
+def _take(arguments: Any) -> Any:
+    """The arguments, with a batch in the place of each dealt iterator; StopIteration at its end."""
+    leaves, tree = jax.tree.flatten(arguments)
+    if any(isinstance(leaf, DealtIterator) for leaf in leaves):
+        leaves = [x.take() if isinstance(x, DealtIterator) else x for x in leaves]
+    return jax.tree.unflatten(tree, leaves)

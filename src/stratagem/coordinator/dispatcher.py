@@ -1,0 +1,303 @@
+"""The thread that owns the connections: carries out what the coordinator's state decides.
+
+Events (a call of `schedule`, a worker's answer, a lost connection, the clock) go to `State`, which
+is pure; what it answers are instructions, which this file carries out in order. The user's threads
+and this one share the state under one lock; connections are used in this thread alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from stratagem.coordinator import instructions as do
+from stratagem.coordinator.scheduled import Scheduled
+from stratagem.coordinator.crew import Crew
+from stratagem.coordinator.guard import Guard
+from stratagem.coordinator.plans import Plan
+from stratagem.coordinator.state import State, Terms
+from stratagem.errors import PeerTimeoutError, RemoteError
+from stratagem.parameter_server.link import Link
+from stratagem.transport.message import Message
+
+_TICK_SECONDS = 0.25
+
+_log = logging.getLogger("stratagem")
+
+
+class Dispatcher:
+    """Runs closures on workers. Coordinator only.
+
+    Args:
+        link: to the parameter servers; its thread does all the work.
+        workers: name and address of each, by index.
+        terms: what the user allows.
+        setup: what a worker is told first.
+        staged: for a plan, the updates that wait for the commit of a round; None for all.
+        told: what each server said of itself, see `Servers.hello`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        workers: Sequence[tuple[str, str]],
+        terms: Terms,
+        setup: dict[str, Any],
+        staged: Callable[[Plan], list[Any] | None],
+        told: list[dict[str, Any]],
+    ):
+        self._link, self._staged = link, staged
+        self._changed = threading.Condition()
+        self._state = State(terms, time.monotonic())
+        self._todo: deque[do.Instruction] = deque()
+        self._closures: dict[int, Scheduled] = {}
+        self._tracer = ThreadPoolExecutor(1, "stratagem-tracer")
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            do.Dispatch: self._dispatch,
+            do.Install: lambda i: None,  # `_dispatch` sends what a worker lacks
+            do.Cancel: lambda i: self._crew.cancel(i.worker, i.closure),
+            do.Commit: lambda i: self._guard.commit(i),
+            do.Restore: lambda i: self._guard.restore(i),
+            do.Snapshot: lambda i: self._guard.snapshot(i),
+            do.Pause: lambda i: _log.warning("Training pauses: %s", i.why),
+            do.Resume: lambda i: _log.warning("Training goes on."),
+            do.Released: lambda i: self._crew.release(i.worker),
+            do.Resolve: self._resolve,
+            do.Counted: lambda i: None,
+            do.Wake: lambda i: None,  # whoever waits is told after each event
+            do.Warn: lambda i: _log.warning("%s", i.text),
+        }
+        self._crew = Crew(setup, self._event)
+        now = time.monotonic()
+        for name, where in workers:
+            self._add(self._state.add_worker(name, where, now))
+        self._guard = Guard(link, told, self._event)
+        for peer, said in zip(link.servers.peers, told, strict=True):
+            self._add(self._state.add_server(peer.name, peer.address, now))
+            self._add(self._state.server_up(peer.name, said["incarnation"], said["ready"], now))
+        link.thread.do(self._guard.connect, "servers to be connected", 30)
+        link.thread.do(lambda hub: self._crew.connect(hub, workers), "workers to be connected", 30)
+        link.thread.each(_TICK_SECONDS, self._tick)
+
+    # The user's threads.
+
+    def ask(self, what: str) -> bool:
+        """Waits until the program may "schedule" or has joined; or says whether all is "done".
+
+        Raises:
+            Exception: the first error of a closure since the last that was raised.
+        """
+        with self._changed:
+            while True:
+                answer, found = self._state.ask(what, time.monotonic())
+                self._add(found)
+                if isinstance(answer, do.Raise):
+                    raise answer.error
+                if not isinstance(answer, do.Wait):
+                    return isinstance(answer, do.Go)
+                self._changed.wait(1.0)
+
+    def schedule(self, closure: Scheduled, most: int | None = None) -> None:
+        """Hands a closure over. As `ask`, it raises the error of an earlier one.
+
+        Args:
+            closure: to be run once.
+            most: waits until fewer closures than this are unfinished.
+        """
+        if closure.counts and self._link.unkept:
+            self._link.keep()
+        while True:
+            self.ask("schedule")
+            with self._changed:
+                if most is not None and len(self._closures) >= most:
+                    self._changed.wait(1.0)
+                    continue
+                number, found = self._state.schedule(
+                    time.monotonic(), iterators=closure.family.iterators, pushes=closure.counts
+                )
+                self._closures[number] = closure
+                self._add(found)
+                return
+
+    def open_iterator(self, number: int, pickled: bytes, seconds: float) -> Any:
+        """Has each worker open a per-worker iterator; gives the shapes of its first element.
+
+        Raises:
+            PeerTimeoutError: no worker could say in time.
+            StopIteration: there is no element.
+        """
+        found = self._crew.opened(number)
+        self._link.thread.submit(lambda hub: self._crew.open_iterator(number, pickled))
+        try:
+            answer = found.result(seconds)
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"Expected a worker to open the dataset within {seconds:g} s. None of "
+                f"{self._crew.names} did. Start the workers, and see what they log."
+            ) from None
+        return answer
+
+    @property
+    def staleness(self) -> Any:
+        """Of the pushes so far: how many others were applied between pull and push."""
+        with self._changed:
+            return self._state.staleness
+
+    @property
+    def counts(self) -> Any:
+        """How many closures finished, failed, ran again."""
+        with self._changed:
+            return self._state.counts
+
+    @property
+    def lost_pushes(self) -> int:
+        """How many pushes, to one server each, were lost with servers; at most, where unsure."""
+        with self._changed:
+            return self._state.lost_pushes
+
+    def close(self) -> None:
+        """Traces nothing any more; the connections are those of the link."""
+        self._tracer.shutdown(wait=False, cancel_futures=True)
+
+    # The hub's thread.
+
+    def _add(self, found: Sequence[do.Instruction]) -> None:
+        """Notes what is to be done, under the lock or before there are threads."""
+        if found:
+            first = not self._todo
+            self._todo.extend(found)
+            if first:
+                self._link.thread.later(lambda hub: self._drain())
+
+    def _event(self, change: Callable[[State, float], Sequence[do.Instruction]]) -> None:
+        """Tells the state what has happened."""
+        with self._changed:
+            self._add(change(self._state, time.monotonic()))
+            self._changed.notify_all()
+
+    def _drain(self) -> None:
+        """Carries out what there is to do."""
+        while self._todo:
+            instruction = self._todo[0]
+            try:
+                self._handlers[type(instruction)](instruction)
+            except Exception:  # it must not keep the others from being carried out
+                _log.exception("Could not carry out %r", instruction)
+            finally:
+                self._todo.popleft()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _tick(self) -> None:
+        self._crew.look()
+        self._guard.look()
+        self._event(lambda state, now: state.tick(now))
+
+    def _dispatch(self, what: do.Dispatch) -> None:
+        closure = self._closures.get(what.closure)
+        if closure is None:
+            return
+        for key, plan in list(closure.family.plans.items()):
+            self._crew.give_plan(what.worker, closure.family.number, key, plan, self._plan_wire)
+        fields = {
+            "closure": what.closure,
+            "token": what.token,
+            "family": closure.family.number,
+            "below": what.below,
+            "round": what.round,
+            "weight": 1.0 if closure.rows is None else float(closure.rows),
+        }
+        arrays = closure.arguments(self._crew.index(what.worker))
+        self._crew.run(what.worker, fields, arrays, functools.partial(self._ran, what))
+
+    def _plan_wire(self, plan: Plan) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """What a worker needs to have a plan."""
+        parts, blobs = plan.parts.to_wire()
+        used = {*plan.parts.whole, *(t.vid for t in plan.parts.tables)}
+        used.update(vid for unit in plan.parts.units for vid in unit.vids)
+        fields = {
+            "plan": plan.number,
+            "parts": parts,
+            "specs": [self._link.specs[vid].wire() for vid in sorted(used)],
+            "units": [[unit.uid, list(unit.vids)] for unit in plan.parts.units],
+            "local": [[list(v.shape), str(v.dtype)] for v in plan.local],
+            "staged": self._staged(plan),
+        }
+        return fields, [np.frombuffer(blob, np.uint8) for blob in blobs]
+
+    def _ran(self, what: do.Dispatch, incarnation: str, answer: Message | Exception) -> None:
+        """A worker has answered, or it is known that it will not."""
+        finished = functools.partial(
+            State.finished, worker=what.worker, incarnation=incarnation, closure=what.closure
+        )
+        if isinstance(answer, RemoteError):
+            self._event(lambda s, now: finished(s, outcome="error", result=answer, now=now))
+            return
+        if isinstance(answer, Exception):
+            self._crew.lost(what.worker, str(answer))
+            return
+        fields, outcome = answer.fields, answer.fields["outcome"]
+        if outcome == "needs-program":
+            self._tracer.submit(self._trace, what.closure, answer, finished)
+            return
+        result: Any = fields.get("reason")
+        if outcome == "error":
+            result = _error(answer)
+        elif outcome == "ok":
+            result = (fields["variant"], answer.arrays)
+        closure = self._closures.get(what.closure)
+        rows = 0 if closure is None else closure.rows or 0
+        self._event(
+            lambda s, now: finished(
+                s, outcome=outcome, result=result, now=now, rows=rows,
+                staleness=fields.get("staleness"), iterator=fields.get("iterator"),
+            )
+        )  # fmt: skip
+
+    def _trace(self, number: int, answer: Message, finished: Callable[..., Any]) -> None:
+        """Makes the plan for elements that no plan is for. In the tracer's thread."""
+        try:
+            if (closure := self._closures.get(number)) is not None and answer.arrays:
+                closure.family.variant(cloudpickle.loads(answer.arrays[0].tobytes()))
+            self._event(lambda s, now: finished(s, outcome="needs-program", now=now))
+        except Exception as error:
+            failed = error
+            self._event(lambda s, now: finished(s, outcome="error", result=failed, now=now))
+
+    def _resolve(self, what: do.Resolve) -> None:
+        closure = self._closures.pop(what.closure)
+        value = closure.value
+        if what.outcome == "ended":
+            value.end()
+        elif what.outcome == "cancelled":
+            value.cancel()
+        elif what.outcome == "error":
+            value.set_exception(what.result)
+        else:
+            number, arrays = what.result
+            plan = closure.family.plan(number)
+            count = plan.parts.results
+            if plan.local and closure.keep is not None:
+                closure.keep(plan.local, arrays[count:])
+            value.set_result(plan.parts.unpack(list(arrays[:count])))
+
+
+def _error(answer: Message) -> BaseException:
+    """The error of a closure, as it was raised on the worker, with where that was."""
+    fields = answer.fields
+    error: BaseException
+    try:
+        error = cloudpickle.loads(answer.arrays[0].tobytes())
+    except Exception:  # an exception may hold anything
+        error = RemoteError(f"{fields['kind']}: {fields['text']}")
+    error.add_note("On the worker:\n" + fields["traceback"])
+    return error

@@ -1,0 +1,176 @@
+"""The parameter servers as the coordinator sees them: heard, lost, restored; snapshots, commits.
+
+It looks from the coordinator's thread, which never waits for a server; what waits is done by the
+link, in another thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.coordinator import instructions as do
+from stratagem.errors import BackupError, JobMismatchError
+from stratagem.parameter_server.client import as_raised
+from stratagem.parameter_server.keeper import is_final
+from stratagem.parameter_server.link import OUT_OF_REACH, Link
+
+_SILENCE_SECONDS = 5.0  # after which a server counts as lost
+_HELLO_SECONDS = 10.0
+_COMMIT_SECONDS = 600.0
+
+_log = logging.getLogger("stratagem")
+
+Event = Callable[[Callable[[Any, float], Any]], None]
+
+
+class _Member:
+    """One server; `up`: the incarnation that has its content, None while it is lost."""
+
+    def __init__(self, index: int, peer: Any, up: str | None):
+        self.index, self.peer, self.up = index, peer, up
+        self.asked = False
+
+
+class Guard:
+    """Looks after the servers. In the coordinator's thread, but for what the link calls back.
+
+    Args:
+        link: to the servers.
+        told: what each server said of itself when the job began or went on.
+        event: tells the coordinator's state what has happened; any thread.
+        noted: is told how many pushes a server has lost, or None.
+    """
+
+    def __init__(self, link: Link, told: list[dict[str, Any]], event: Event):
+        self._link, self._event = link, event
+        self._told = told
+        self._members: dict[str, _Member] = {}
+
+    def connect(self, hub: Any) -> None:
+        """Connects, beside the link; then `look` can be called."""
+        for index, (peer, told) in enumerate(zip(self._link.servers.peers, self._told, strict=True)):
+            up = told["incarnation"] if told["ready"] else None
+            self._members[peer.name] = _Member(index, hub.connect(peer.address, peer.name), up)
+
+    def look(self) -> None:
+        """Finds out who has gone silent, was started again, or is back."""
+        for member in self._members.values():
+            peer = member.peer
+            if member.up is not None and peer.incarnation not in (None, member.up):
+                self._down(member, "its process ended, and another one has begun")
+            elif member.up is not None and peer.silence > _SILENCE_SECONDS:
+                self._down(member, f"it has not been heard for {peer.silence:.1f} s")
+            if member.up is None and not member.asked and self._link.failed is None:
+                self._ask(member)
+
+    def restore(self, what: do.Restore) -> None:
+        """Has a server's content restored."""
+        member = self._members[what.server]
+        member.asked = True
+        self._link.restore(member.index, functools.partial(self._restored, member))
+
+    def snapshot(self, what: do.Snapshot) -> None:
+        """Has all servers write a snapshot."""
+
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self._event(lambda s, now: s.snapshot_written(what.number, now))
+            else:
+                self._event(lambda s, now: s.snapshot_failed(what.number, str(error), now))
+
+        self._link.snapshot(done)
+
+    def commit(self, what: do.Commit) -> None:
+        """Has all servers apply a round."""
+        left = len(self._members)
+
+        def one(member: _Member, result: Any) -> None:
+            nonlocal left
+            if isinstance(as_raised(result), OUT_OF_REACH):
+                return  # then the server is lost, and the state commits the round again
+            if isinstance(result, Exception):
+                self._fail(member, result)
+                return
+            if result.fields["missing"]:
+                _log.warning(
+                    "%s lacks gradients of %s for round %d.",
+                    member.peer, result.fields["missing"], what.round,
+                )  # fmt: skip
+            left -= 1
+            if not left:
+                self._event(lambda s, now: s.committed(what.round, now))
+
+        fields = {
+            "job": self._link.servers.job, "round": what.round, "closures": list(what.tokens),
+            "mean": True, "weights": None,
+        }  # fmt: skip
+        for member in self._members.values():
+            member.peer.post(
+                "commit", fields, seconds=_COMMIT_SECONDS, done=functools.partial(one, member)
+            )
+
+    def stop(self) -> None:
+        """Tells all servers that the job is done."""
+        for member in self._members.values():
+            member.peer.post("stop", {}, seconds=_HELLO_SECONDS)
+
+    def _ask(self, member: _Member) -> None:
+        member.asked = True
+        servers = self._link.servers
+        member.peer.post(
+            "hello", {"job": servers.job, **servers.greeting(member.index)},
+            seconds=_HELLO_SECONDS, done=functools.partial(self._heard, member),
+        )  # fmt: skip
+
+    def _heard(self, member: _Member, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            member.asked = False  # `look` asks again
+            return
+        said = answer.fields
+        ready, mine = said["ready"], said["job"] == self._link.servers.job
+        if ready and not mine:
+            self._fail(member, JobMismatchError(
+                f"Expected {member.peer} to serve this job. Got one that serves another job, "
+                f"{said['job']!r}. End that job, or give this one servers of its own."
+            ))  # fmt: skip
+            return
+        incarnation = said["incarnation"]
+        if ready:
+            member.up, member.asked = incarnation, False
+        # Otherwise `restore` follows, and `asked` stays until that has ended.
+        name = member.peer.name
+        self._event(lambda s, now: s.server_up(name, incarnation, ready, now))
+
+    def _restored(self, member: _Member, result: Any) -> None:
+        """In the link's thread."""
+        if isinstance(result, Exception):
+            if is_final(result):
+                self._fail(member, result)
+            else:
+                _log.warning("%s could not be restored: %s", member.peer, result)
+                self._link.thread.later(lambda hub: setattr(member, "asked", False))
+            return
+        self._link.thread.later(lambda hub: self._back(member, result))
+
+    def _back(self, member: _Member, lost: int | None) -> None:
+        member.up, member.asked = member.peer.incarnation, False
+        name = member.peer.name
+        self._event(lambda s, now: s.restored(name, now, lost))
+
+    def _down(self, member: _Member, why: str) -> None:
+        member.up, member.asked = None, False
+        name = member.peer.name
+        self._event(lambda s, now: s.server_down(name, why, now))
+
+    def _fail(self, member: _Member, error: Exception) -> None:
+        """It cannot be restored: the program is told, at once and whatever it asks for."""
+        if not isinstance(error, BackupError | JobMismatchError):
+            error = BackupError(
+                f"Expected {member.peer} to go on. Got {type(error).__name__}: {error}. Look at "
+                "its log, and start the job again; it goes on from the last snapshot."
+            )
+        self._link.fail(error)
+        self._event(lambda s, now: s.server_failed(error, now))

@@ -1,0 +1,223 @@
+"""What each worker has its own of: values, and datasets that the workers read themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import jax
+import numpy as np
+
+from stratagem import context
+from stratagem.data import InputContext
+from stratagem.step import primitives
+
+_reading: contextvars.ContextVar[Reading | None] = contextvars.ContextVar(
+    "stratagem_elements", default=None
+)
+_worker_index: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "stratagem_worker_index", default=None
+)
+
+
+@dataclasses.dataclass
+class Reading:
+    """The elements that a function takes while it is traced.
+
+    Attributes:
+        specs: what they look like, where that is known better than by the iterator's own spec.
+        taken: how many elements of each iterator were taken.
+        seen: what each of them looked like.
+    """
+
+    specs: dict[tuple[int, int], Any]
+    taken: dict[int, int] = dataclasses.field(default_factory=dict)
+    seen: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+
+
+class PerWorkerValues:
+    """One value a worker: as an argument of a scheduled function, each worker gets its own.
+
+    Args:
+        values: by worker index.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        self._values = tuple(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values, by worker index."""
+        return self._values
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({list(self._values)})"
+
+
+class PerWorkerDataset:
+    """What `create_per_worker_dataset` returns; `iter` of it goes to `schedule` as an argument.
+
+    Each worker makes the dataset for itself, and reads it from its beginning.
+    """
+
+    def __init__(self, dataset_fn: Callable[..., Any], open_iterator: Callable[[bytes], Any]):
+        self._pickled = cloudpickle.dumps(dataset_fn)
+        self._open = open_iterator
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self._open(self._pickled)
+
+    @property
+    def element_spec(self) -> Any:
+        """Shapes and dtypes of the elements; a worker is asked for them."""
+        return iter(self).element_spec
+
+
+class PerWorkerIterator:
+    """An iterator that each worker has one of. `next` of it works in a scheduled function.
+
+    Args:
+        number: unique in the job.
+        element: a structure of ShapeDtypeStructs: the first element of some worker.
+    """
+
+    def __init__(self, number: int, element: Any):
+        self.number = number
+        self.element_spec = element
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        reading = _reading.get()
+        if context.current().trace is None or reading is None:
+            raise NotImplementedError(
+                "Expected next(iterator) inside a function that is scheduled: the elements are on "
+                "the workers. Got it outside. Pass the iterator as an argument of "
+                "coordinator.schedule, and call next in the function."
+            )
+        turn = reading.taken.get(self.number, 0)
+        reading.taken[self.number] = turn + 1
+        spec = reading.specs.get((self.number, turn), self.element_spec)
+        reading.seen[self.number, turn] = spec
+        leaves, tree = jax.tree.flatten(spec)
+        values = [
+            primitives.given("element", (self.number, turn, i), leaf.shape, leaf.dtype)
+            for i, leaf in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(tree, values)
+
+
+@contextlib.contextmanager
+def read_by(reading: Reading) -> Iterator[None]:
+    """In the body a function is traced, which may take elements."""
+    reading.taken.clear()
+    reading.seen.clear()
+    token = _reading.set(reading)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def experimental_get_current_worker_index() -> Any:
+    """The index of the worker: in a scheduled function a tensor, in a dataset function an int.
+
+    Raises:
+        RuntimeError: elsewhere.
+    """
+    if (index := _worker_index.get()) is not None:
+        return index
+    if context.current().trace is not None and _reading.get() is not None:
+        return primitives.given("worker", (), (), np.dtype("int32"))
+    raise RuntimeError(
+        "Expected a call in a function that coordinator.schedule traces, or in a dataset function "
+        "on a worker. Got it elsewhere, where there is no current worker."
+    )
+
+
+class Elements:
+    """A worker's own end of a per-worker iterator.
+
+    Args:
+        pickled: the dataset function.
+        index: the worker's.
+    """
+
+    def __init__(self, pickled: bytes, index: int):
+        self._make = cloudpickle.loads(pickled)
+        self._index = index
+        self._iterator: Iterator[Any] | None = None
+        self._back: list[list[np.ndarray]] = []
+        self.tree: Any = None
+
+    def take(self) -> list[np.ndarray]:
+        """The next element's leaves.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        if self._back:
+            return self._back.pop(0)
+        token = _worker_index.set(self._index)
+        try:
+            if self._iterator is None:
+                self._iterator = iter(_dataset(self._make))
+            leaves, self.tree = jax.tree.flatten(next(self._iterator))
+        finally:
+            _worker_index.reset(token)
+        return [as_array(leaf) for leaf in leaves]
+
+    def put_back(self, elements: Sequence[list[np.ndarray]]) -> None:
+        """What was taken in vain comes next again."""
+        self._back[:0] = elements
+
+    def spec(self) -> Any:
+        """Shapes and dtypes of the next element, as a structure."""
+        element = self.take()
+        self.put_back([element])
+        return self.spec_of(element)
+
+    def spec_of(self, element: list[np.ndarray]) -> Any:
+        """Shapes and dtypes of an element, as a structure."""
+        specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in element]
+        return jax.tree.unflatten(self.tree, specs)
+
+
+def as_array(leaf: Any) -> np.ndarray:
+    """A leaf as the array that a program takes: JAX computes with 32 bits unless told otherwise."""
+    array = np.asarray(leaf)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if dtype != array.dtype and dtype.kind in "iu" and array.size:
+        low, high = array.min(), array.max()
+        bounds = np.iinfo(dtype)
+        if low < bounds.min or high > bounds.max:
+            raise ValueError(
+                f"Expected integers that {dtype} holds, since JAX computes with 32 bits. Got "
+                f"{array.dtype} from {low} to {high}. Pass 64-bit ids as DynamicTable.halves(ids) "
+                "to a DynamicTable, or hash them to a smaller range."
+            )
+    return np.asarray(array, dtype)
+
+
+def _dataset(make: Any) -> Any:
+    """What a user's dataset function gives; some take an InputContext."""
+    takes = [
+        p
+        for p in inspect.signature(make).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return make(InputContext(1, 0, 1)) if takes else make()
+
+
+def variant_key(elements: Mapping[tuple[int, int], Sequence[Any]]) -> str:
+    """Names the shapes of the elements of a closure; the same for specs and for arrays."""
+    return ";".join(
+        f"{iterator}.{turn}:" + ",".join(f"{np.dtype(x.dtype)}{tuple(x.shape)}" for x in leaves)
+        for (iterator, turn), leaves in sorted(elements.items(), key=lambda item: item[0])
+    )

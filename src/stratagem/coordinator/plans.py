@@ -1,0 +1,183 @@
+"""A function becomes a plan: traced once for each set of shapes, and cut into parts for workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from stratagem import context, variables
+from stratagem.coordinator.per_worker import (
+    PerWorkerValues,
+    Reading,
+    as_array,
+    read_by,
+    variant_key,
+)
+from stratagem.step import apart, tape
+from stratagem.step.arguments import Argument, describe, flatten
+from stratagem.step.same import identity
+from stratagem.step.trace import Facts, Program, RowClass, trace
+from stratagem.strategies.remote import is_remote
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A function for one set of shapes, as workers run it.
+
+    Attributes:
+        number: unique in the job.
+        parts: what they do; `parts.unpack` makes the function's result.
+        local: variables of the coordinator, to which each closure adds (metrics).
+    """
+
+    number: int
+    parts: apart.Parts
+    local: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The plans of one function for one set of arguments, by the shapes of the elements it takes.
+
+    Attributes:
+        number: unique in the job.
+        make: traces the function for elements of some shapes.
+        plans: by `variant_key`; one with the key "" where it takes no elements.
+        dynamic: which leaves of a call's arguments are arrays, and so go along.
+        iterators: the per-worker iterators that it reads.
+    """
+
+    number: int
+    make: Callable[[dict[tuple[int, int], Any]], tuple[str, Plan]]
+    plans: dict[str, Plan]
+    dynamic: list[int]
+    iterators: tuple[int, ...]
+
+    def plan(self, number: int) -> Plan:
+        """The plan of a number."""
+        return next(p for p in self.plans.values() if p.number == number)
+
+    def variant(self, specs: dict[tuple[int, int], Any]) -> Plan:
+        """The plan for elements of these shapes; made if there is none."""
+        leaves = {key: jax.tree.leaves(spec) for key, spec in specs.items()}
+        if (known := self.plans.get(variant_key(leaves))) is not None:
+            return known
+        key, plan = self.make(specs)
+        return self.plans.setdefault(key, plan)
+
+
+class Plans:
+    """The plans of one strategy. Any thread; one plan is made at a time.
+
+    Args:
+        strategy: served.
+        replica: the replica context in which its functions run; None for scheduled ones.
+        touches: variables that its functions are known to touch.
+        fit: its functions are steps of a Keras model, whose losses are means over rows.
+    """
+
+    _numbers = itertools.count(1)
+    _lock = threading.RLock()
+
+    def __init__(
+        self, strategy: Any, replica: Any = None, touches: Sequence[Any] = (), fit: bool = False
+    ):
+        self._strategy = strategy
+        self._replica = replica
+        self._rows = RowClass(0, (0,), 1.0 if fit else None)
+        self._known = {id(v): v for v in touches}
+        self._families: dict[Any, Family] = {}
+        self._same: dict[Any, Callable[..., Any]] = {}
+        self._touched: dict[Any, dict[int, Any]] = {}
+
+    def find(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Family, list[Any]]:
+        """The plans for a call, made if it is new, and the arrays that go along with it.
+
+        Args:
+            fn: ordinary Python over tensors and Keras variables; traced as `run` does.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        leaves, tree, keys = flatten((args, kwargs))
+        if any(isinstance(leaf, PerWorkerValues) for leaf in leaves):
+            first = [x.values[0] if isinstance(x, PerWorkerValues) else x for x in leaves]
+            _, _, keys = flatten(first)
+        else:
+            first = leaves
+        family = self._families.get((fn, tree, keys))
+        if family is None:
+            with self._lock:
+                fn = self._same.setdefault(identity(fn), fn)
+                family = self._families.get((fn, tree, keys))
+                if family is None:
+                    family = self._new(fn, tree, first)
+                self._families[fn, tree, keys] = family
+        return family, [_arrays(leaves[i]) for i in family.dynamic]
+
+    def _new(self, fn: Callable[..., Any], tree: Any, leaves: list[Any]) -> Family:
+        described = [describe(leaf) for leaf in leaves]
+
+        def make(specs: dict[tuple[int, int], Any]) -> tuple[str, Plan]:
+            with self._lock:
+                reading = Reading(specs)
+                plan = self._make(fn, tree, described, reading)
+                elements = {k: jax.tree.leaves(v) for k, v in reading.seen.items()}
+                return variant_key(elements), plan
+
+        key, plan = make({})
+        iterators = tuple(sorted({g.key[0] for g in plan.parts.given if g.kind == "element"}))
+        dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
+        return Family(next(self._numbers), make, {key: plan}, dynamic, iterators)
+
+    def _make(
+        self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
+    ) -> Plan:
+        strategy = self._strategy
+        arguments = [d for d in described if isinstance(d, Argument)]
+        specs = [jax.ShapeDtypeStruct(a.shapes[0], a.dtype) for a in arguments]
+        frame = context.Frame(strategy, replica=self._replica)
+
+        def call(*values: Any) -> Any:
+            remaining = iter(values)
+            leaves = [next(remaining) if isinstance(d, Argument) else d for d in described]
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            with read_by(reading):
+                return fn(*args, **kwargs)
+
+        def finish(program: Program, facts: Facts) -> Program:
+            return program if facts.dirty else tape.resolve(program, facts)
+
+        facts = Facts(dict(self._touched.get(fn, self._known)))
+        (program,) = trace(call, strategy, frame, [(self._rows, specs)], facts, finish)
+        self._touched[fn] = facts.variables
+        variables.adopt_all(program.variables, strategy)
+        local = [v for v in program.variables if not is_remote(v)]
+        _check_local(program, local)
+        parts = apart.divide(program, strategy.home_of, local)
+        strategy.link.install(parts.units)
+        return Plan(next(self._numbers), parts, local)
+
+
+def _arrays(leaf: Any) -> Any:
+    """What goes along for an argument: its array, or one a worker."""
+    if isinstance(leaf, PerWorkerValues):
+        return PerWorkerValues([as_array(x) for x in leaf.values])
+    return as_array(leaf)
+
+
+def _check_local(program: Program, local: Sequence[Any]) -> None:
+    """A closure adds to what it leaves on the coordinator, so that has to be a sum."""
+    written = {id(program.variables[i]) for i in program.written}
+    wrong = [v for v in local if id(v) in written and v.aggregation != "sum"]
+    if wrong:
+        raise ValueError(
+            "Expected variables with synchronization 'on_read' to have aggregation 'sum' in a "
+            "function for workers: each closure adds its part. Got "
+            + ", ".join(variables.describe(v) for v in wrong)
+            + ". Use aggregation='sum', or return the values and combine them on the coordinator."
+        )

@@ -1,0 +1,48 @@
+"""What is finished of a job: what a journal holds, and a restarted coordinator begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stratagem.coordinator.watermark import Watermark
+
+
+@dataclass
+class DataProgress:
+    """How far the accounted dataset of one epoch is.
+
+    Args:
+        total: how many batches it has; None where that is not known yet.
+        done: batches that are finished, dropped ones included.
+        open: tokens of batches that were leased, and are not known to be finished.
+        dropped: how many of the finished batches came too late for their round.
+        dropped_rows: how many rows these had.
+    """
+
+    total: int | None = None
+    done: Watermark = field(default_factory=Watermark)
+    open: dict[int, int] = field(default_factory=dict)
+    dropped: int = 0
+    dropped_rows: int = 0
+
+
+@dataclass
+class Progress:
+    """How far a job is.
+
+    Args:
+        job: its id; servers hold the state of one job.
+        next_token: no closure has had this number or a larger one.
+        data: accounted datasets that are not released, by key.
+        lost_pushes: how many pushes lost servers have lost in all.
+        snapshot: number of the last snapshot that all servers have written.
+        mark: what the program said last of where it is, such as its epoch and step.
+    """
+
+    job: str = ""
+    next_token: int = 0
+    data: dict[str, DataProgress] = field(default_factory=dict)
+    lost_pushes: int = 0
+    snapshot: int = 0
+    mark: dict[str, Any] = field(default_factory=dict)

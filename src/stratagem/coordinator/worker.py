@@ -1,0 +1,314 @@
+"""The worker task: executes closures, and knows no user's code but dataset functions.
+
+Two threads. One keeps the connection to the coordinator, so that it hears from this worker while
+a closure computes; the other computes, with connections of its own to the parameter servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from stratagem.coordinator.per_worker import Elements, variant_key
+from stratagem.errors import NotReadyError, PeerLostError, PeerTimeoutError
+from stratagem.parameter_server.client import Item, Servers
+from stratagem.parameter_server.plan import Spec, Unit
+from stratagem.step.parts import Parts
+from stratagem.step.runner import Runner
+from stratagem.transport.hub import Hub
+from stratagem.transport.message import Message
+
+_PULL_SECONDS = 30.0
+_OUT_OF_REACH = (PeerLostError, PeerTimeoutError, NotReadyError)
+
+_log = logging.getLogger("stratagem")
+
+
+class Worker:
+    """One worker task.
+
+    Args:
+        address: where it listens, "host:port".
+        name: how others name it, such as "worker 0".
+        index: its number among the workers.
+        key: of the job.
+    """
+
+    def __init__(self, address: str, name: str, index: int, key: Any):
+        self._hub = Hub(name, key)
+        self._hub.listen(address, self._serve)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: deque[tuple[Any, Message | BaseException]] = deque()
+        self._cancelled: set[int] = set()
+        self._stopping = False
+        computer = _Computer(name, index, key, self._inbox, self._answer, self._cancelled)
+        self._thread = threading.Thread(target=computer.run, name=f"{name} computes", daemon=True)
+        self._thread.start()
+
+    def serve(self) -> None:
+        """Serves until the coordinator, or `stop`, ends it."""
+        try:
+            while not self._stopping:
+                self._hub.turn(1.0)
+                while self._answers:
+                    request, answer = self._answers.popleft()
+                    if isinstance(answer, Message):
+                        request.answer(answer)
+                    else:
+                        request.fail(answer)
+            self._hub.turn(0.0)  # sends the answer to what ended it
+        finally:
+            self._inbox.put(None)
+            self._thread.join(5.0)  # it may be in the middle of a closure, which nobody waits for
+            self._hub.close()
+
+    def stop(self) -> None:
+        """Ends `serve`; from a signal handler too."""
+        self._stopping = True
+        self._hub.wake()
+
+    def _serve(self, request: Any) -> Message | None:
+        if request.method == "stop":
+            self._stopping = True
+            return Message("stopped", {}, ())
+        if request.method == "cancel":
+            self._cancelled.add(request.fields["closure"])
+            return Message("cancelled", {}, ())
+        self._inbox.put(request)
+        return None
+
+    def _answer(self, request: Any, answer: Message | BaseException) -> None:
+        self._answers.append((request, answer))
+        self._hub.wake()
+
+
+class _Computer:
+    """What runs in the thread that computes."""
+
+    def __init__(
+        self, name: str, index: int, key: Any, inbox: Any, answer: Any, cancelled: set[int]
+    ):
+        self._name, self._index, self._key = name, index, key
+        self._inbox, self._answer, self._cancelled = inbox, answer, cancelled
+        self._hub: Hub | None = None
+        self._servers: Servers | None = None
+        self._told: dict[str, Any] = {}
+        self._specs: dict[int, Spec] = {}
+        self._families: dict[int, dict[str, _Variant]] = {}
+        self._iterators: dict[int, Elements] = {}
+
+    def run(self) -> None:
+        """Does what comes in, in order."""
+        while (request := self._next()) is not None:
+            try:
+                answer: Any = getattr(self, _METHODS[request.method])(request)
+            except BaseException as error:
+                answer = error
+            self._answer(request, answer)
+        if self._hub is not None:
+            self._hub.close()
+
+    def _next(self) -> Any:
+        """The next request; meanwhile the servers' connections are looked after."""
+        while True:
+            try:
+                return self._inbox.get(timeout=None if self._hub is None else 0.5)
+            except queue.Empty:
+                if self._hub is not None:
+                    self._hub.turn(0.0)
+
+    # Each takes a request and gives its answer.
+
+    def _setup(self, request: Any) -> Message:
+        """A coordinator begins: what another one left here is forgotten."""
+        fields = dict(request.fields)
+        if fields == self._told:  # it had lost sight of this worker
+            return Message("ready", {}, ())
+        if self._hub is not None:
+            self._hub.close()
+        self._told = fields
+        self._hub = Hub(self._name, self._key)
+        peers = [self._hub.connect(address, name) for name, address in fields["servers"]]
+        self._servers = Servers(
+            self._hub, peers, fields["job"], self._hub.incarnation, _PULL_SECONDS
+        )
+        for known in (self._specs, self._families, self._iterators, self._cancelled):
+            known.clear()
+        return Message("ready", {}, ())
+
+    def _plan(self, request: Any) -> Message:
+        fields = request.fields
+        for wire in fields["specs"]:
+            spec = Spec.from_wire(wire)
+            self._specs[spec.vid] = spec
+        if self._servers is not None:
+            self._servers.know(self._specs.values())
+        parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
+        variants = self._families.setdefault(fields["family"], {})
+        variants[fields["variant"]] = _Variant(fields, parts)
+        return Message("planned", {}, ())
+
+    def _iterator(self, request: Any) -> Message:
+        number = request.fields["iterator"]
+        if number not in self._iterators:
+            (pickled,) = request.arrays
+            self._iterators[number] = Elements(pickled.tobytes(), self._index)
+        try:
+            spec = self._iterators[number].spec()
+        except StopIteration:
+            return Message("ended", {}, ())
+        return Message("opened", {}, (_bytes(cloudpickle.dumps(spec)),))
+
+    def _forget(self, request: Any) -> Message:
+        for number in request.fields["iterators"]:
+            self._iterators.pop(number, None)
+        return Message("forgotten", {}, ())
+
+    def _run(self, request: Any) -> Message:
+        closure = request.fields["closure"]
+        if closure in self._cancelled:
+            self._cancelled.discard(closure)
+            return _outcome("aborted", reason="cancelled")
+        taken: dict[tuple[int, int], list[np.ndarray]] = {}
+        try:
+            return self._execute(request, taken)
+        except _Ended as ended:
+            self._put_back(taken)
+            return _outcome("data-ended", iterator=ended.iterator)
+        except _OUT_OF_REACH as error:
+            self._put_back(taken)
+            return _outcome("aborted", reason=str(error))
+        except Exception as error:
+            return _failure(error)
+
+    def _execute(self, request: Any, taken: dict[tuple[int, int], list[np.ndarray]]) -> Message:
+        fields, servers = request.fields, self._servers
+        if servers is None:
+            raise NotReadyError("Expected a setup before a closure. Got none. Connect anew.")
+        variants = self._families.get(fields["family"], {})
+        if not variants:
+            return _outcome("needs-program", specs=None)
+        for iterator, turn in next(iter(variants.values())).elements:
+            taken[iterator, turn] = self._take(iterator)
+        variant = variants.get(variant_key(taken))
+        if variant is None:
+            specs = {key: self._iterators[key[0]].spec_of(e) for key, e in taken.items()}
+            self._put_back(taken)
+            return _outcome("needs-program", arrays=(_bytes(cloudpickle.dumps(specs)),))
+        runner, parts = variant.runner, variant.runner.parts
+        given = [self._given(g, fields, taken) for g in parts.given]
+        arguments = list(request.arrays)
+        wanted = runner.prepare(arguments, given)
+        whole: Sequence[np.ndarray] = ()
+        rows: Sequence[np.ndarray] = ()
+        versions: Any = None
+        if parts.whole or parts.tables:
+            pulled = servers.pull(
+                [self._specs[vid] for vid in parts.whole],
+                [(self._specs[t.vid], w.ids) for t, w in zip(parts.tables, wanted, strict=True)],
+            )
+            whole, rows, versions = pulled.whole, pulled.rows, pulled.versions
+        results, local, handed = runner.compute(
+            whole, rows, wanted, arguments, given, variant.zeros
+        )
+        staleness = None
+        if items := [
+            Item(Unit(i["uid"], variant.vids[i["uid"]], {}), i["rows"], i["handed"])
+            for i in runner.items(handed, wanted)
+        ]:
+            pushed = servers.push(
+                fields["token"],
+                fields["below"],
+                items,
+                pulled=versions,
+                round=fields["round"],
+                staged=variant.staged,
+                weight=fields["weight"],
+            )
+            staleness = max(pushed.staleness, default=0)
+        return _outcome(
+            "ok", variant=variant.plan, staleness=staleness, arrays=(*results, *local)
+        )
+
+    def _take(self, iterator: int) -> list[np.ndarray]:
+        try:
+            return self._iterators[iterator].take()
+        except StopIteration:
+            raise _Ended(iterator) from None
+
+    def _put_back(self, taken: dict[tuple[int, int], list[np.ndarray]]) -> None:
+        for iterator in dict.fromkeys(i for i, _ in taken):
+            elements = [e for (i, _), e in sorted(taken.items(), key=lambda x: x[0]) if i == iterator]
+            self._iterators[iterator].put_back(elements)
+        taken.clear()
+
+    def _given(self, given: Any, fields: Any, taken: Any) -> np.ndarray:
+        """A value that a program has from its worker; see `primitives.given`."""
+        if given.kind == "element":
+            iterator, turn, leaf = given.key
+            return taken[iterator, turn][leaf]
+        if given.kind == "worker":
+            return np.asarray(self._index, given.dtype)
+        return np.asarray(fields["closure"] & 0xFFFFFFFF, given.dtype)
+
+
+class _Variant:
+    """A plan as a worker holds it.
+
+    Attributes:
+        elements: (iterator, turn) of each element that it reads, in order.
+        staged: the updates that wait for the round's commit; None for all.
+        vids: the variables of each update.
+        zeros: what a closure starts with of the coordinator's own variables.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], parts: Parts):
+        self.plan = fields["plan"]
+        self.runner = Runner(parts)
+        self.staged = fields["staged"]
+        self.vids = {uid: tuple(vids) for uid, vids in fields["units"]}
+        self.zeros = [np.zeros(shape, dtype) for shape, dtype in fields["local"]]
+        self.elements = sorted({tuple(g.key[:2]) for g in parts.given if g.kind == "element"})
+
+
+class _Ended(Exception):
+    """A per-worker iterator has no further element."""
+
+    def __init__(self, iterator: int):
+        super().__init__(iterator)
+        self.iterator = iterator
+
+
+def _outcome(outcome: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> Message:
+    return Message("ran", {"outcome": outcome, **fields}, tuple(arrays))
+
+
+def _failure(error: Exception) -> Message:
+    """A closure's own error, with where it was raised."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = _bytes(cloudpickle.dumps(error))
+    except Exception:  # an exception may hold anything
+        pickled = _bytes(b"")
+    return _outcome("error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text)
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+_METHODS = {
+    "setup": "_setup",
+    "plan": "_plan",
+    "iterator": "_iterator",
+    "forget": "_forget",
+    "run": "_run",
+}

@@ -1,0 +1,85 @@
+"""A dataset whose batches a coordinator deals to closures: each batch once, whoever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+
+class DealtDataset:
+    """What `ParameterServerStrategy.experimental_distribute_dataset` returns.
+
+    Args:
+        dataset: any iterable of batches; iterated anew for each pass.
+    """
+
+    def __init__(self, dataset: Iterable[Any]):
+        if not hasattr(dataset, "__iter__"):
+            raise TypeError(
+                f"Expected an iterable of batches to distribute. Got {type(dataset).__name__}. "
+                "Pass a dataset, a list or an object with __iter__."
+            )
+        self._dataset = dataset
+
+    def __iter__(self) -> DealtIterator:
+        return DealtIterator(self.batches())
+
+    def batches(self) -> Iterator[Any]:
+        """The batches themselves, of one pass; for `fit`."""
+        return iter(self._dataset)
+
+
+class DealtIterator:
+    """One pass over a DealtDataset: an argument of `schedule`, which takes a batch a call."""
+
+    def __init__(self, batches: Iterator[Any]):
+        self._batches = batches
+
+    def __iter__(self) -> DealtIterator:
+        return self
+
+    def __next__(self) -> Any:
+        raise ValueError(
+            "Expected next(iterator) inside a function that is scheduled. Got it outside. Pass the "
+            "iterator as an argument of coordinator.schedule, and call next in the function."
+        )
+
+    def take(self) -> Element:
+        """The next batch, for one closure. Called by the coordinator.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+        return Element(next(self._batches))
+
+
+@jax.tree_util.register_pytree_node_class
+class Element:
+    """The batch of one closure; in the function that is traced it is the iterator."""
+
+    def __init__(self, batch: Any):
+        self.batch = batch
+        self._taken = False
+
+    def __iter__(self) -> Element:
+        return self
+
+    def __next__(self) -> Any:
+        if self._taken:
+            raise ValueError(
+                "Expected one next(iterator) in a scheduled function. Got a second one: each "
+                "closure is dealt one batch. Make larger batches, or schedule more closures."
+            )
+        self._taken = True
+        return self.batch
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """For JAX: the batch is what goes along."""
+        return (self.batch,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[Any, ...]) -> Element:
+        """For JAX."""
+        return cls(*children)

@@ -1,0 +1,196 @@
+"""`fit`, `evaluate` and `predict` under ParameterServerStrategy.
+
+Keras keeps its loop, its callbacks and its data. Where it asks for the next step's function, it
+gets one that takes the next batch and schedules the step; it does not wait for it. Each batch is
+one closure, so each row is trained on once, whichever worker is lost. At the end of an epoch Keras
+brings the state back into the model: there the closures are waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from stratagem import _keras, context
+from stratagem.coordinator import ClusterCoordinator
+from stratagem.coordinator.plans import Plans
+from stratagem.coordinator.remote_value import RemoteValue
+from stratagem.data import RebatchRule, split_rows
+from stratagem.data.split import row_slices
+from stratagem.keras_bridge.hooks import wrap
+from stratagem.keras_bridge.on_workers import WorkerBatches, batches_of
+from stratagem.keras_bridge.state import state_groups
+from stratagem.strategies.parameter_server import ASYNCHRONOUS
+
+_LOG_SECONDS = 0.2  # between looks at the metrics for batch callbacks
+_AHEAD = 4  # batches that wait for each worker
+
+
+def install() -> None:
+    """Attaches the bridge to how Keras' JAX trainer keeps state while it trains."""
+    wrap(_keras.JAXTrainer, "_get_jax_state", _get_jax_state)
+    wrap(_keras.JAXTrainer, "jax_state_sync", _jax_state_sync)
+
+
+class ServedStep:
+    """One kind of step of a model, on workers.
+
+    Args:
+        model: a compiled Keras model.
+        strategy: its ParameterServerStrategy.
+        kind: "train", "test" or "predict".
+    """
+
+    def __init__(self, model: Any, strategy: Any, kind: str):
+        self._model, self._strategy, self._kind = model, strategy, kind
+        self._coordinator = ClusterCoordinator(strategy)
+        self._groups = state_groups(model, kind)
+        flat = [v for group in self._groups for v in group]
+        self._plans = Plans(strategy, strategy.executor.replica, touches=flat, fit=True)
+        self._most = _AHEAD * len(strategy.workers)
+        in_rounds = strategy.consistency.mode != ASYNCHRONOUS and kind == "train"
+        self._shares = len(strategy.workers) if in_rounds else 1
+        self._first: RemoteValue | None = None  # of an epoch
+        self._last: Any = None
+        self._logs: dict[str, Any] = {}
+        self._looked = 0.0
+
+    def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+        """Schedules as many steps as there are in an execution; StopIteration where data end."""
+        values = self._schedule(next(iterator))
+        for _ in range(self._model.steps_per_execution - 1):
+            try:
+                values += self._schedule(next(iterator))
+            except StopIteration:
+                break
+        if self._kind == "predict":
+            return later(values, self._tree), state
+        if self._first is None:
+            self._first, self._looked = values[0], 0.0
+        return self._latest(), state
+
+    def settle(self) -> None:
+        """Waits for all that was scheduled; the metrics then hold it."""
+        self._coordinator.join()
+        self._first = None
+
+    def _schedule(self, batch: Any) -> list[RemoteValue]:
+        """One step: a closure, or in synchronous training one for each worker's share of rows."""
+        if (elsewhere := batches_of(batch)) is not None:
+            return [self._read_there(elsewhere)]
+        batch = jax.tree.map(np.asarray, batch)
+        rows = next((len(x) for x in jax.tree.leaves(batch) if np.ndim(x)), 1)
+        sizes = [n for n in split_rows(rows, self._shares, RebatchRule.EVEN) if n]
+        return [
+            self._submit(jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch), n)
+            for n, cut in zip(sizes, row_slices(sizes), strict=True)
+        ]
+
+    def _read_there(self, batches: WorkerBatches) -> RemoteValue:
+        """A step on the next batch of the worker that runs it."""
+        if self._kind == "predict":
+            raise ValueError(
+                "Expected data whose order is known, to predict. Got a DatasetCreator, whose "
+                "batches workers read in no special order. Pass arrays or a dataset."
+            )
+        value = self._submit(batches.iterator, None, self._next_step)
+        batches.scheduled(value)
+        return value
+
+    def _next_step(self, iterator: Any) -> Any:
+        return self._step(next(iterator))
+
+    def _submit(self, batch: Any, rows: int | None, step: Any = None) -> RemoteValue:
+        with self._strategy.scope():
+            family, arrays = self._plans.find(step or self._step, (batch,), {})
+        self._tree = next(iter(family.plans.values())).parts.out_tree
+        value = self._coordinator.submit(
+            family, arrays, counts=self._kind == "train", rows=rows, most=self._most
+        )
+        if self._kind != "predict":
+            value.add_done_callback(self._done)
+        return value
+
+    def _step(self, batch: Any) -> Any:
+        """What is traced: the model's own step, its state taken from and given to the program."""
+        scope = context.current().trace.scope
+        before = [[scope.local_value(v) for v in group] for group in self._groups]
+        results, after = getattr(self._model, f"{self._kind}_step")(tuple(before), batch)
+        if self._kind == "predict":  # gives back the non-trainable variables alone
+            after = (before[0], after)
+        for group, olds, news in zip(self._groups, before, after, strict=True):
+            for variable, old, new in zip(group, olds, news, strict=True):
+                if new is not old:
+                    scope.add_update((variable, new))
+        return results
+
+    def _done(self, value: RemoteValue) -> None:
+        if not value.cancelled() and value.exception() is None and not value.ended:
+            self._last = value.result()
+
+    def _latest(self) -> dict[str, Any]:
+        """The logs of the steps that are done by now: looked at from time to time, and waited for
+        at the first step of an epoch alone, since there are none before."""
+        now = time.monotonic()
+        if now - self._looked >= _LOG_SECONDS:
+            if self._first is not None:
+                self._first.result()
+            self._coordinator.tallies.settle()
+            logs = self._model.get_metrics_result()
+            # A step of the user's own may report something else.
+            self._logs = logs if set(logs) == set(self._last or logs) else self._last
+            self._logs = {name: float(value) for name, value in self._logs.items()}
+            self._looked = time.monotonic()
+        return self._logs
+
+
+class Later:
+    """An array of results that workers are still computing; np.asarray waits for it.
+
+    Args:
+        values: of the closures whose results follow each other by rows.
+        leaf: which leaf of their results.
+    """
+
+    def __init__(self, values: list[RemoteValue], leaf: int):
+        self._values, self._leaf = values, leaf
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        parts = [jax.tree.leaves(value.result())[self._leaf] for value in self._values]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.asarray(whole, dtype)
+
+
+def later(values: list[RemoteValue], tree: Any) -> Any:
+    """The structure of the results of closures, with arrays that are not there yet."""
+    return jax.tree.unflatten(tree, [Later(values, i) for i in range(tree.num_leaves)])
+
+
+def _get_jax_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Under a served strategy the state stays where it is."""
+    if _strategy(self) is None:
+        return original(self, *args, **kwargs)
+    groups = ("trainable", "non_trainable", "optimizer", "metrics")
+    return tuple([] for group in groups if kwargs.get(f"{group}_variables"))
+
+
+def _jax_state_sync(original: Any, self: Any) -> None:
+    if _strategy(self) is None:
+        original(self)
+        return
+    if not self._jax_state_synced:
+        for kind in ("train", "test", "predict"):
+            function = getattr(self, f"{kind}_function")
+            if isinstance(function, ServedStep):
+                function.settle()
+        self._jax_state_synced = True
+
+
+def _strategy(model: Any) -> Any:
+    """The served strategy that trains a model, if one does."""
+    strategy = context.get_strategy()
+    return strategy if strategy.served else None

@@ -1,0 +1,153 @@
+"""A strategy of workers and parameter servers that are not there: for tracing, see `cli/plan.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stratagem import variables
+from stratagem.data.dealt import DealtDataset, DealtIterator
+from stratagem.parameter_server.partitioners import Partitioner
+from stratagem.parameter_server.plan import Placement, Spec
+from stratagem.strategies import remote
+from stratagem.strategies.abstract import Strategy
+from stratagem.strategies.parameter_server import Consistency, ParameterServerStrategy
+
+_KEPT_BYTES = 1 << 16  # values up to this size are there to be read, such as a learning rate
+
+
+class PlannedServers(ParameterServerStrategy):
+    """Stands for the strategy that a script makes, while a step is traced.
+
+    Variables have a place on servers, and no values but small ones. What would run a step must
+    not be reached: whoever makes this strategy stops its program when a step has been traced.
+
+    Make it with `of`. To call the class means that the script makes its strategy: its partitioner
+    and its rule of consistency are taken over, the cluster is the planned one.
+
+    Args:
+        cluster_resolver: ignored.
+        variable_partitioner: of the script.
+        settings: others, of which those of the rule of consistency are kept.
+    """
+
+    described = True
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        variable_partitioner: Partitioner | None = None,
+        **settings: Any,
+    ):
+        del cluster_resolver
+        self.link.placed_by(variable_partitioner)
+        self.partitioner = repr_of(variable_partitioner)
+        rule = {k: settings[k] for k in ("max_staleness", "backup_workers") if k in settings}
+        self.consistency = Consistency(settings.get("consistency", "asynchronous"), **rule)
+
+    @classmethod
+    def of(cls, workers: int, servers: int) -> PlannedServers:
+        """A strategy of so many tasks, none of which is there."""
+        self = cls.__new__(cls)
+        self._resolver = None
+        self.workers = [(f"worker {i}", "planned") for i in range(workers)]
+        self.servers = [(f"ps {i}", "planned") for i in range(servers)]
+        self.state_dir, self.replication, self.snapshot_seconds = None, 1, float("inf")
+        self.job_id, self.partitioner = "planned", ""
+        self.consistency = Consistency()
+        self.link = PlannedLink(servers)
+        Strategy.__init__(self, _one_device())
+        return self
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def refuse(self, what: str) -> None:
+        """Lets everything come as far as its step."""
+
+    def initialize(self, variable: Any, initializer: Any) -> bool:
+        """Gives a new variable its place; False for one that is small enough to have a value."""
+        nbytes = np.dtype(variable.dtype).itemsize * np.prod(tuple(variable.shape))
+        if variables.is_on_read(variable) or nbytes <= _KEPT_BYTES:
+            return False
+        self._make(variable, None)
+        return True
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """As the strategy that it stands for; its batches can be had directly, too."""
+        del options
+        return _Batches(dataset)
+
+
+class PlannedLink:
+    """Stands for the way to the servers: says where variables are, and sends nothing.
+
+    Attributes:
+        specs: of all variables, by number.
+        paths: which of them are trainable is the variables' own business; here are their names.
+    """
+
+    def __init__(self, servers: int):
+        self.specs: dict[int, Spec] = {}
+        self.servers = servers
+        self._placement = Placement(servers)
+        self._numbers = itertools.count()
+        self._values: dict[int, np.ndarray] = {}
+
+    def placed_by(self, partitioner: Partitioner | None) -> None:
+        """From now on variables are cut by this partitioner."""
+        self._placement = Placement(self.servers, partitioner)
+
+    def create(
+        self, name: str, shape: Sequence[int], dtype: str, start: Any, beside: int | None = None
+    ) -> Spec:
+        """Gives a variable its place."""
+        vid = next(self._numbers)
+        reference = None if beside is None else self.specs[beside]
+        spec = self._placement.place(vid, name, tuple(shape), dtype, reference)
+        self.specs[vid] = spec
+        if isinstance(start, np.ndarray) and start.nbytes <= _KEPT_BYTES:
+            self._values[vid] = np.array(start)
+        return spec
+
+    def install(self, units: Sequence[Any]) -> None:
+        """There is nobody who would need them."""
+
+    def read(self, spec: Spec, start: int, stop: int) -> np.ndarray:
+        """The value of a small variable; of others zeros, in no memory."""
+        value = self._values.get(spec.vid)
+        if value is None:
+            value = np.broadcast_to(np.zeros((), np.dtype(spec.dtype)), spec.shape)
+        return value[start:stop] if spec.shape else value
+
+    def assign(self, spec: Spec, op: str, value: np.ndarray, start: int) -> None:
+        """Keeps the whole value of a small variable."""
+        if op == "set" and value.shape == spec.shape and value.nbytes <= _KEPT_BYTES:
+            self._values[spec.vid] = np.array(value)
+
+    def scatter(self, spec: Spec, op: str, indices: np.ndarray, updates: np.ndarray) -> None:
+        """Changes nothing: only shapes matter."""
+
+
+class _Batches(DealtDataset):
+    def __iter__(self) -> DealtIterator:
+        return _Iterator(iter(self._dataset))
+
+
+class _Iterator(DealtIterator):
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+def repr_of(partitioner: Any) -> str:
+    """A partitioner as a report names it; empty for none."""
+    if partitioner is None:
+        return ""
+    settings = ", ".join(
+        f"{name.lstrip('_')}={value}" for name, value in sorted(vars(partitioner).items())
+    ) if hasattr(partitioner, "__dict__") else ""  # fmt: skip
+    name = getattr(partitioner, "__name__", type(partitioner).__name__)
+    return f"{name}({settings})"

@@ -1,0 +1,70 @@
+"""DatasetCreator: workers read the data of `fit` themselves. SidecarEvaluator: see tests/devices."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import stratagem
+from stratagem.utils import DatasetCreator
+
+
+def make_model():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def two_files(context):
+    """R81: worker 0 has 7 rows, worker 1 has 3."""
+    del context
+    index = stratagem.coordinator.experimental_get_current_worker_index()
+    rows = (7, 3)[index]
+    x = np.full((rows, 2), 1.0 + index, np.float32)
+    for start in range(0, rows, 2):
+        yield x[start : start + 2], x[start : start + 2, :1]
+
+
+def test_an_epoch_ends_when_all_datasets_have(served):
+    """R81: each row once, without steps; the shapes of last batches differ."""
+    strategy = served(2, 1)
+    with strategy.scope():
+        model = make_model()
+    model.fit(DatasetCreator(two_files), epochs=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2 * (4 + 2)
+    found = model.evaluate(DatasetCreator(two_files), verbose=0, return_dict=True)
+    x = np.concatenate([np.full((7, 2), 1.0), np.full((3, 2), 2.0)]).astype(np.float32)
+    expected = model.evaluate(x, x[:, :1], verbose=0, return_dict=True)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+    with pytest.raises(ValueError, match="Expected data whose order is known"):
+        model.predict(DatasetCreator(two_files), verbose=0)
+
+
+def test_steps_per_epoch(served):
+    def endless(context):
+        assert context.num_input_pipelines == 1
+        while True:
+            yield np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+
+    strategy = served(2, 1)
+    with strategy.scope():
+        model = make_model()
+    history = model.fit(DatasetCreator(endless), epochs=2, steps_per_epoch=5, verbose=0).history
+    assert int(model.optimizer.iterations.numpy()) == 10
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_datasets_of_this_package(served):
+    """The coordinator reads them, and deals each batch to one worker."""
+    strategy = served(2, 1)
+    with strategy.scope():
+        model = make_model()
+    x = np.ones((10, 2), np.float32)
+    dataset = stratagem.data.batches((x, x[:, :1]), 3)
+    model.fit(dataset, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 8
+    model.fit(strategy.experimental_distribute_dataset(dataset), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 12
