@@ -72,7 +72,8 @@ class Runs:
         return [sys.executable, "-S", "-c", SERVICE, path, str(stays), address, str(tasks)]
 
     def __call__(self, body: str, *, service: Callable | None = None, **job: object) -> int:
-        found = Job((self.script(body),), **{"workers": 2, **job})
+        program = (self.script(body),)
+        found = Job(program, **{"workers": 2, "serve": program, **job})
         launcher = LocalLauncher(os.environ, self.output(found), service or self.service)
         return launcher.launch(found)
 
@@ -304,7 +305,7 @@ def test_servers_and_evaluator_are_ended_when_training_is_done(runs):
         servers=1,
         evaluator=True,
     )
-    assert code == 0
+    assert code == 0, runs.errors
     assert all(map(_gone, runs.pids()))
 
 

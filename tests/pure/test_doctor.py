@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,31 @@ class TestAddresses:
         assert "fault key: STRATAGEM_CLUSTER_KEY: expected at least 16" in said([finding])
         (finding,) = checks.check_key({"STRATAGEM_CLUSTER_KEY": "x" * 16}, far)
         assert finding.level is Level.FINE
+
+    def test_parameter_servers_insist_on_a_key(self, tmp_path):
+        far, near = {"a": ("10.0.0.1",)}, {"a": ("127.0.0.1",)}
+        (finding,) = checks.check_key({}, far, served=True)
+        assert said([finding]).startswith("fault key: no STRATAGEM_CLUSTER_KEY: workers and serv")
+        assert checks.check_key({}, near, served=True) == []
+        (file := tmp_path / "key").write_text("k" * 16)
+        file.chmod(0o600)
+        (finding,) = checks.check_key({"STRATAGEM_CLUSTER_KEY_FILE": str(file)}, far, served=True)
+        assert said([finding]) == "fine key: STRATAGEM_CLUSTER_KEY_FILE is set -> "
+
+    def test_what_a_cluster_with_parameter_servers_needs(self):
+        assert checks.check_serving(SEAT) == []
+        seat = Seat("ps 0", (("ps 0", "a:1"), ("ps 1", "b:1")))
+        no_chief, no_worker = checks.check_serving(seat)
+        assert said([no_chief]).startswith("fault parameter servers: no chief in the cluster -> ")
+        assert said([no_worker]).startswith("fault parameter servers: no worker in the cluster")
+        whole = replace(seat, cluster=(*seat.cluster, *CLUSTER, ("chief 0", "d:4")))
+        (finding,) = checks.check_serving(whole)
+        assert finding.found == "3 workers and 2 servers, which the chief coordinates"
+
+    def test_encryption(self):
+        assert checks.check_encryption(True, "27.1").found.startswith("pyzmq 27.1 has CURVE")
+        finding = checks.check_encryption(False, "27.1")
+        assert said([finding]).startswith("look encryption: pyzmq 27.1 is built without CURVE")
 
     def test_proxies_that_tasks_may_be_sent_through(self):
         proxy = {"https_proxy": "http://proxy:1"}

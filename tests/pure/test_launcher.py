@@ -13,7 +13,16 @@ from stratagem.cli import run
 from stratagem.cli.main import main
 from stratagem.cluster import tf_config as parser
 from stratagem.launcher import hosts, local
-from stratagem.launcher.abstract import Job, LaunchError, Task, gpus_of, merged, task_environment
+from stratagem.launcher.abstract import (
+    Job,
+    LaunchError,
+    Task,
+    gpus_of,
+    merged,
+    python_command,
+    task_environment,
+)
+from stratagem.launcher.serving import surroundings
 from stratagem.recovery.policy import Limits
 
 SCRIPT = __file__
@@ -104,6 +113,15 @@ class TestTasks:
         }
         assert gpus_of(job, Task("worker", 1), first=2) == "0,1"
 
+    def test_with_servers_the_gpus_are_for_workers(self):
+        job = _job("--workers", "2", "--ps", "1", "--gpus-per-worker", "1")
+        assert {str(task): gpus_of(job, task) for task in job.tasks()} == {
+            "chief 0": "",
+            "worker 0": "0",
+            "worker 1": "1",
+            "ps 0": "",
+        }
+
 
 class TestHosts:
     def test_shares(self):
@@ -179,6 +197,70 @@ class TestHosts:
             hosts.HostsExecutor([hosts.Host("a", 65535)], 0, {}).plan(Job(("t.py",)), 0)
 
 
+class TestSurroundings:
+    KEY = {"STRATAGEM_CLUSTER_KEY": "k" * 16}
+
+    def test_a_job_gets_a_key_of_its_own(self):
+        keys = set()
+        for _ in range(2):
+            with surroundings({"A": "b"}, None, print) as around:
+                keys.add(around.environment["STRATAGEM_CLUSTER_KEY"])
+                assert around.environment["A"] == "b"
+        assert len(keys) == 2
+        assert all(len(key) == 64 for key in keys)
+
+    @pytest.mark.parametrize("variable", ["STRATAGEM_CLUSTER_KEY", "STRATAGEM_CLUSTER_KEY_FILE"])
+    def test_the_users_key_is_kept(self, variable, tmp_path):
+        (file := tmp_path / "key").write_text("k" * 16)
+        file.chmod(0o600)
+        given = {variable: str(file) if variable.endswith("FILE") else "k" * 16}
+        with surroundings(given, tmp_path, print, machines=2) as around:
+            told = dict(around.environment)
+        assert told.pop("STRATAGEM_STATE_DIR") == str(tmp_path)
+        assert told == given
+
+    def test_keys_that_are_refused(self, tmp_path):
+        with pytest.raises(LaunchError, match=r"--hosts with --ps: expected STRATAGEM_CLUSTER_KEY"):
+            with surroundings({}, tmp_path, print, machines=2):
+                pass
+        with pytest.raises(LaunchError, match=r"expected at least 16 characters"):
+            with surroundings({"STRATAGEM_CLUSTER_KEY": "short"}, tmp_path, print):
+                pass
+
+    @pytest.mark.parametrize(
+        ("wrote", "succeeded", "kept"),
+        [(True, True, False), (True, False, True), (False, False, False)],
+    )
+    def test_a_temporary_directory(self, wrote, succeeded, kept, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        said = []
+        with surroundings(self.KEY, None, said.append) as around:
+            (directory,) = tmp_path.iterdir()
+            assert around.environment["STRATAGEM_STATE_DIR"] == str(directory)
+            if wrote:
+                (directory / "journal").write_text("")
+            around.succeeded = succeeded
+        assert directory.exists() == kept
+        expected = f"kept what the job had saved; go on from it with --state-dir {directory}"
+        assert said == [expected] * kept
+
+    def test_a_given_directory_is_kept(self, tmp_path):
+        for environment, given in (
+            ({}, tmp_path / "a" / "b"),
+            ({"STRATAGEM_STATE_DIR": str(tmp_path / "c")}, None),
+        ):
+            with surroundings({**self.KEY, **environment}, given, print) as around:
+                around.succeeded = True
+        assert (tmp_path / "a" / "b").is_dir()
+        assert (tmp_path / "c").is_dir()
+
+    def test_a_directory_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(LaunchError, match=r"--state-dir: expected a directory, or a place"):
+            with surroundings(self.KEY, tmp_path / "file" / "below", print):
+                pass
+
+
 class TestCommand:
     def test_what_is_after_the_script_belongs_to_it(self):
         job = run.job_of(_options("--workers", "2", "train.py", "--workers", "9", "-m", "x"))
@@ -192,12 +274,27 @@ class TestCommand:
     def test_servers_bring_a_chief(self):
         assert [str(t) for t in _job("--ps", "1").tasks()] == ["chief 0", "worker 0", "ps 0"]
 
+    def test_with_servers_only_the_chief_and_the_evaluator_run_the_script(self):
+        job = _job("--ps", "2", "--evaluator")
+        commands = {task.type: python_command(job, task)[1:] for task in job.tasks()}
+        serve = ["-m", "stratagem.cli", "serve"]
+        program = [SCRIPT]
+        assert commands == {"chief": program, "worker": serve, "ps": serve, "evaluator": program}
+        assert python_command(_job(), Task("worker", 0))[1:] == program
+
+    def test_restarts_with_servers(self):
+        assert _job("--ps", "1").limits == Limits(max_restarts=0, task_restarts=3)
+        given = _job("--ps", "1", "--max-restarts", "0").limits
+        assert given == Limits(max_restarts=0, task_restarts=0)
+        given = _job("--ps", "1", "--max-restarts", "9").limits
+        assert given == Limits(max_restarts=9, task_restarts=9)
+
     def test_limits(self):
         job = _job(
             *("--max-restarts", "3", "--workers", "3", "--min-workers", "2"),
             *("--wait-for-replacement", "1.5"),
         )
-        assert job.limits == Limits(3, 2, 1.5)
+        assert job.limits == Limits(3, 2, 1.5, 3)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -234,6 +331,12 @@ class TestCommand:
                 r"--workers: expected at least one for each of the 2 mach",
             ),
             (["--hosts", "a,a", "--workers", "2", SCRIPT], r"'a' \(named twice"),
+            (["--state-dir", "d", SCRIPT], r"--state-dir: expected --ps with it"),
+            (["--on", "ray", "--ps", "1", SCRIPT], r"--on ray with --ps: expected --state-dir"),
+            (
+                ["--on", "kubernetes", "--image", "i", "--ps", "1", "--state-dir", "d", SCRIPT],
+                r"--state-dir: expected a path from the root.*Got d\.",
+            ),
             (
                 ["--hosts", "a,b", "--workers", "2", "--min-workers", "1", SCRIPT],
                 r"--min-workers: expected one machine, or an engine",

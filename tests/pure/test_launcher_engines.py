@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,13 @@ _ENV = {
             name=_TEXT,
             valueFrom=_object(["fieldRef"], fieldRef=_object(["fieldPath"], fieldPath=_TEXT)),
         ),
+        _object(
+            ["name", "valueFrom"],
+            name=_TEXT,
+            valueFrom=_object(
+                ["secretKeyRef"], secretKeyRef=_object(["name", "key"], name=_LABEL, key=_TEXT)
+            ),
+        ),
     ]
 }
 _PORT = _object(["containerPort"], containerPort={"type": "integer", "maximum": 65535})
@@ -151,11 +159,13 @@ _POD_RULE = _object(
 _JOB = _object(
     ["spec"],
     spec=_object(
-        ["completions", "parallelism", "completionMode", "backoffLimit", "template"],
+        ["completions", "parallelism", "completionMode", "template"],
         completions=_COUNT,
         parallelism=_COUNT,
         completionMode={"enum": ["Indexed", "NonIndexed"]},
         backoffLimit=_COUNT,
+        backoffLimitPerIndex=_COUNT,
+        maxFailedIndexes=_COUNT,
         podFailurePolicy=_object(["rules"], rules={"type": "array", "items": _POD_RULE}),
         template=_POD,
     ),
@@ -290,6 +300,36 @@ class TestKubernetes:
             ["chief", "worker"],
             ["chief"],
         ]
+
+    def test_with_servers_pods_are_started_again_alone(self):
+        job = replace(JOBS[3], limits=Limits(max_restarts=0, task_restarts=3))
+        found = manifest(job, "image:1", "digits", Path("/state"))
+        jsonschema.validate(found, JOB_SET)
+        assert found["spec"]["failurePolicy"] == {"maxRestarts": 0}
+        specs = {each["name"]: each["template"]["spec"] for each in found["spec"]["replicatedJobs"]}
+        assert {name: spec["backoffLimitPerIndex"] for name, spec in specs.items()} == {
+            "chief": 0,
+            "worker": 3,
+            "ps": 3,
+        }
+        actions = [s["podFailurePolicy"]["rules"][0]["action"] for s in specs.values()]
+        assert actions == ["FailJob", "Ignore", "Ignore"]
+        pods = _pods(found)
+        assert pods["chief"]["command"] == ["python", "train.py"]
+        assert pods["ps"]["command"] == ["python", "-m", "stratagem.cli", "serve"]
+        told = {each["name"]: each for each in pods["ps"]["env"]}
+        assert told["STRATAGEM_STATE_DIR"]["value"] == "/state"
+        secret = told["STRATAGEM_CLUSTER_KEY"]["valueFrom"]["secretKeyRef"]
+        assert secret == {"name": "digits-key", "key": "STRATAGEM_CLUSTER_KEY"}
+        attempt = told["STRATAGEM_ATTEMPT"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert "job-index-failure-count" in attempt
+
+    def test_the_command_says_how_to_make_the_key(self, capsys):
+        arguments = ["--on", "kubernetes", "--image", "i", "--name", "digits", "--ps", "1", "t.py"]
+        assert main(["run", *arguments]) == 0
+        out, err = capsys.readouterr()
+        jsonschema.validate(yaml.safe_load(out), JOB_SET)
+        assert "kubectl create secret generic digits-key --from-file=STRATAGEM_CLUSTER_KEY" in err
 
     def test_gpus_for_what_trains(self):
         pods = _pods(manifest(JOBS[2], "i", "n"))

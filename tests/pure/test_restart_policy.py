@@ -23,7 +23,6 @@ from stratagem.recovery.policy import (
 TWO = [("worker", 0), ("worker", 1)]
 THREE = [("chief", 0), ("worker", 0), ("worker", 1)]
 EVALUATED = [*TWO, ("evaluator", 0)]
-SERVED = [("chief", 0), ("worker", 0), ("ps", 0)]
 
 NONE = Limits()
 ONCE = Limits(max_restarts=1)
@@ -43,8 +42,6 @@ TABLE = [
     (TWO, [end(W0, 0)], NONE, Action.WAIT, "no task has failed"),
     (TWO, [end(W0, 0), end(W1, 0)], NONE, Action.FINISH, "exit code 0"),
     (EVALUATED, [end(W0, 0), end(W1, 0)], NONE, Action.FINISH, "exit code 0"),
-    (SERVED, [end("chief 0", 0)], NONE, Action.FINISH, "exit code 0"),
-    (SERVED, [end("worker 0", 0)], NONE, Action.WAIT, "no task has failed"),
     ([("ps", 0)], [end("ps 0", 1)], NONE, Action.GIVE_UP, "ps 0, exit code 1"),
     # Failures.
     (TWO, [end(W1, 1)], NONE, Action.GIVE_UP, "worker 1, exit code 1, 2.5 s after start; no res"),
@@ -54,7 +51,6 @@ TABLE = [
     (TWO, [end(W0, 0), end(W1, 1)], ONCE, Action.RESTART, "restart 1 of 1"),
     (TWO, [end(W1, 1), Restarted()], ONCE, Action.WAIT, "no task has failed"),
     (TWO, [end(W1, 1), Restarted(), end(W0, 3)], ONCE, Action.GIVE_UP, "worker 0.* all 1 restarts"),
-    (SERVED, [end("ps 0", 1)], MEMORY, Action.RESTART, "ps 0, exit code 1"),
     # Preemption.
     (TWO, [end(W0, 42)], ONCE, Action.WAIT, "the others are saving too"),
     (TWO, [end(W0, 42), end(W1, 42)], NONE, Action.GIVE_UP, "no restarts are allowed"),
@@ -90,7 +86,6 @@ TABLE = [
     ),
     (TWO, [end(W1, 1), end(W0, 43)], MEMORY, Action.RESTART, "worker 1, exit code 1"),
     (TWO, [end(W0, 0), end(W1, 1)], MEMORY, Action.RESTART, "worker 1, exit code 1"),
-    (SERVED, [end(W0, -9)], MEMORY, Action.RESTART, "worker 0"),
     # With replacements.
     (
         THREE,

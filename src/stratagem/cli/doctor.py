@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import zmq
+
 from stratagem import config
 from stratagem.cli import checkup, machine
 from stratagem.cli.diagnosis import Diagnosis, show, to_json
@@ -161,6 +163,7 @@ def _machine(packages: Sequence[Package], devices: Devices) -> list[Finding]:
         *checkup.check_devices(devices, environment),
         *checkup.check_chips(chips, devices, environment, extras, plugins),
         *checkup.check_resources(machine.resources()),
+        checks.check_encryption(zmq.has("curve"), zmq.__version__),
         Finding(Level.FINE, "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())),
         *checkup.check_environment(environment),
     ]
@@ -192,7 +195,8 @@ def _place(seat: Seat) -> list[Finding]:
     if not isinstance(resolved[host], str):  # Else that is said already.
         found.append(_own_address(seat, port))
     environment = config.environment()
-    found += checks.check_key(environment, resolved)
+    found += checks.check_key(environment, resolved, seat.served)
+    found += checks.check_serving(seat)
     return found + checks.check_proxies(environment, seat)
 
 

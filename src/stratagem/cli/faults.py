@@ -27,6 +27,7 @@ def faults(options: argparse.Namespace) -> list[str]:
         *_recovery(options),
         *_engine(options),
         *_hosts(options),
+        *_state(options),
     ]
 
 
@@ -78,7 +79,7 @@ def _recovery(options: argparse.Namespace) -> list[str]:
                 "--wait-for-replacement: expected --min-workers with it, for only survivors that "
                 "go on can wait. Got none. Add --min-workers 1, or leave it out."
             )
-        if options.max_restarts == 0:
+        if not options.max_restarts:
             found.append(
                 "--wait-for-replacement: expected --max-restarts of at least 1, for a replacement "
                 "counts as a restart. Got 0."
@@ -128,6 +129,25 @@ def _hosts(options: argparse.Namespace) -> list[str]:
         return [
             f"--workers: expected at least one for each of the {len(hosts)} machines in --hosts. "
             f"Got {options.workers}. It counts the workers of all machines together."
+        ]
+    return []
+
+
+def _state(options: argparse.Namespace) -> list[str]:
+    if options.state_dir is not None and not options.ps:
+        return [
+            "--state-dir: expected --ps with it, for it holds what parameter servers and their "
+            "coordinator save. Got none. Leave it out; backups have a directory of their own."
+        ]
+    if options.ps and options.on == "ray" and options.state_dir is None:
+        return [
+            "--on ray with --ps: expected --state-dir, a directory that all machines of the "
+            "cluster share, for a server may be started again on another one. Got none."
+        ]
+    if options.on == "kubernetes" and options.state_dir and not options.state_dir.is_absolute():
+        return [
+            "--state-dir: expected a path from the root, where a volume is mounted in the pods. "
+            f"Got {options.state_dir}."
         ]
     return []
 

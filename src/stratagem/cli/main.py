@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from stratagem.cli import doctor, plan, run
+from stratagem.cli import doctor, plan, run, serve
 
 # Each has `add_to(subparsers)`, which adds a parser whose default `act` takes the parsed arguments
 # and returns the exit code.
-_SUBCOMMANDS = (run, doctor, plan)
+_SUBCOMMANDS = (run, serve, doctor, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

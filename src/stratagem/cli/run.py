@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stratagem import config
@@ -16,6 +16,7 @@ from stratagem.launcher.hosts import HostsLauncher, own_index, parse_hosts
 from stratagem.launcher.kubernetes import KubernetesLauncher
 from stratagem.launcher.local import LocalLauncher
 from stratagem.launcher.ray import RayLauncher
+from stratagem.launcher.serving import surroundings
 from stratagem.launcher.slurm import SlurmLauncher
 from stratagem.recovery.policy import Limits
 
@@ -27,6 +28,7 @@ Starts the tasks of a job, each with its TF_CONFIG, and supervises them.
 
   stratagem run --workers 2 train.py --epochs 3
   stratagem run --workers 2 --devices-per-worker 2 -m package.train
+  stratagem run --workers 2 --ps 2 train.py            only the chief runs train.py
   stratagem run --hosts a,b --workers 4 train.py       once on each of the machines a and b
   stratagem run --on kubernetes --image IMAGE --workers 8 train.py | kubectl apply -f -
 """
@@ -36,6 +38,10 @@ What is after the script or module belongs to it. Without --chief, worker 0 is t
 Each line of output has its task in front. When a task fails, the others are ended, and the first
 failure and its traceback come last. The exit code is that of the first failure, 128 + n for signal
 n; 130 after Ctrl-C; 42 when all tasks have left after saving, to be started again.
+
+With --ps, workers and servers run `stratagem serve`. One that is lost is started again alone; the
+chief is so too if --max-restarts is given, and goes on from its journal in --state-dir. Tasks know
+each other by STRATAGEM_CLUSTER_KEY, which is made if there is none.
 """
 
 
@@ -81,9 +87,9 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     losses.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="start the group, or a lost task, again up to N times (0)",
+        help="start the group, or a lost task, again up to N times (0; with --ps each worker and "
+        f"server {Limits.task_restarts} times)",
     )
     losses.add_argument(
         "--min-workers",
@@ -103,6 +109,12 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default=30.0,
         metavar="S",
         help="seconds that tasks have to save and leave after SIGTERM (30)",
+    )
+    losses.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="--ps: where snapshots and the journal are kept, to go on from (a temporary one)",
     )
     where = parser.add_argument_group("where")
     where.add_argument("--on", choices=_ENGINES, default="local", help="who places tasks (local)")
@@ -136,12 +148,24 @@ def run(options: argparse.Namespace) -> int:
     """Runs the parsed command; returns its exit code."""
     if found := faults(options):
         return _refuse(found)
+    job, environment = job_of(options), config.environment()
     try:
-        code = launcher_of(options).launch(job_of(options))
+        if job.servers and options.on in ("local", "ray"):
+            code = _run_served(options, job, environment)
+        else:
+            code = launcher_of(options, environment).launch(job)
     except LaunchError as error:
         return _refuse([str(error)])
     if code == 128 + signal.SIGPIPE:  # Or Python complains that it cannot write its last words.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _run_served(options: argparse.Namespace, job: Job, environment: Mapping[str, str]) -> int:
+    machines = 1 if options.hosts is None else len(parse_hosts(options.hosts))
+    with surroundings(environment, options.state_dir, _say, machines=machines) as around:
+        code = launcher_of(options, around.environment).launch(job)
+        around.succeeded = code == 0
     return code
 
 
@@ -157,19 +181,28 @@ def job_of(options: argparse.Namespace) -> Job:
         evaluator=options.evaluator,
         devices_per_worker=options.devices_per_worker,
         gpus_per_worker=options.gpus_per_worker,
-        limits=Limits(options.max_restarts, options.min_workers, options.wait_for_replacement),
+        limits=_limits(options),
         grace_seconds=options.grace,
     )
 
 
-def launcher_of(options: argparse.Namespace) -> Launcher:
-    """The launcher that checked options ask for."""
-    environment = config.environment()
+def _limits(options: argparse.Namespace) -> Limits:
+    given = options.max_restarts
+    return Limits(
+        given or 0,
+        options.min_workers,
+        options.wait_for_replacement,
+        Limits.task_restarts if given is None else given,
+    )
+
+
+def launcher_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
+    """The launcher that checked options ask for; tasks inherit the environment."""
     name = options.name or _DEFAULT_NAME
     if options.on == "slurm":
         return SlurmLauncher(environment, name, options.output)
     if options.on == "kubernetes":
-        return KubernetesLauncher(options.image, name, options.output)
+        return KubernetesLauncher(options.image, name, options.output, options.state_dir)
     if options.on == "ray":
         return RayLauncher(environment)
     if options.hosts is None:
@@ -177,6 +210,10 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
     hosts = parse_hosts(options.hosts)
     index = own_index(hosts) if options.host_index is None else options.host_index
     return HostsLauncher(hosts, index, environment)
+
+
+def _say(text: str) -> None:
+    print(f"stratagem run: {text}", file=sys.stderr)
 
 
 def _refuse(found: Sequence[str]) -> int:

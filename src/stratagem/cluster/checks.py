@@ -62,6 +62,11 @@ class Seat:
         return dict(self.cluster)[self.task]
 
     @property
+    def served(self) -> bool:
+        """Whether the cluster has parameter servers."""
+        return any(task.startswith("ps ") for task, _ in self.cluster)
+
+    @property
     def others(self) -> tuple[tuple[str, str], ...]:
         """All tasks but this one."""
         return tuple(entry for entry in self.cluster if entry[0] != self.task)
@@ -195,13 +200,16 @@ def check_own_address(seat: Seat, error: OSError | None, holder: str | None) -> 
 
 
 def check_key(
-    environment: Mapping[str, str], resolved: Mapping[str, Sequence[str] | str]
+    environment: Mapping[str, str],
+    resolved: Mapping[str, Sequence[str] | str],
+    served: bool = False,
 ) -> list[Finding]:
     """Whether strangers are kept out of the job.
 
     Args:
         environment: the variables of this process.
         resolved: as in `check_names`.
+        served: whether it has parameter servers, which insist on a key.
     """
     what = "key"
     try:
@@ -209,15 +217,51 @@ def check_key(
     except ValueError as error:
         return [Finding(Level.FAULT, what, str(error), _AGAIN)]
     if key.secret:
-        return [Finding(Level.FINE, what, f"{keys.VARIABLE} is set")]
+        there = next(n for n in (keys.VARIABLE, keys.FILE_VARIABLE) if environment.get(n))
+        return [Finding(Level.FINE, what, f"{there} is set")]
     if all(isinstance(got, str) or _loopback(got) for got in resolved.values()):
         return []
+    if served:
+        do = f"Set {keys.VARIABLE} to the same secret on all tasks (`openssl rand -hex 32`)."
+        text = f"no {keys.VARIABLE}: workers and servers refuse to listen for other machines"
+        return [Finding(Level.FAULT, what, text, do)]
     do = (
         f"Set {keys.VARIABLE} to the same secret on all tasks (`openssl rand -hex 32`), or see "
         "that only the job's machines reach each other."
     )
     text = f"no {keys.VARIABLE}: what reaches the ports of a task may take part in the job"
     return [Finding(Level.LOOK, what, text, do)]
+
+
+def check_serving(seat: Seat) -> list[Finding]:
+    """Whether a cluster with parameter servers has all that it needs; nothing for other ones."""
+    if not seat.served:
+        return []
+    kinds = [task.partition(" ")[0] for task, _ in seat.cluster]
+    what, found = "parameter servers", []
+    for kind, do in (
+        ("chief", "Add the address of the chief, which coordinates the others by your program."),
+        ("worker", "Add the addresses of workers; servers only keep the variables."),
+    ):
+        if kind not in kinds:
+            found.append(Finding(Level.FAULT, what, f"no {kind} in the cluster", do))
+    counts = f"{kinds.count('worker')} workers and {kinds.count('ps')} servers"
+    return found or [Finding(Level.FINE, what, f"{counts}, which the chief coordinates")]
+
+
+def check_encryption(has_curve: bool, version: str) -> Finding:
+    """Whether ZeroMQ, which carries what parameter servers say, can encrypt it.
+
+    Args:
+        has_curve: whether it was built with CURVE.
+        version: of pyzmq.
+    """
+    what = "encryption"
+    if has_curve:
+        return Finding(Level.FINE, what, f"pyzmq {version} has CURVE, for parameter servers")
+    do = "pip install --force-reinstall pyzmq: its wheels have it; or build libzmq with libsodium."
+    text = f"pyzmq {version} is built without CURVE, which parameter servers need"
+    return Finding(Level.LOOK, what, text, do)
 
 
 def check_proxies(environment: Mapping[str, str], seat: Seat | None) -> list[Finding]:

@@ -9,6 +9,8 @@ from stratagem.cluster.spec import ClusterSpec, Tasks
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 _AT_MOST_ONE = ("chief", "evaluator")
 TRAINERS = ("chief", "worker")
+SERVING = ("worker", "ps")
+"""In a cluster with parameter servers: the tasks that serve its chief, by a generic program."""
 _NOT_OURS = {"master": "'master' is the name that TensorFlow 1 had for 'chief': write 'chief'."}
 
 

@@ -6,9 +6,12 @@ The contract with a task:
 - `STRATAGEM_COORDINATION=host:port`: the coordination service of JAX. The launcher hosts it, in a
   process of its own, so that no task's death takes it away. Set where several tasks train together
   and there are no parameter servers.
-- `STRATAGEM_ATTEMPT=0`, `1`, ...: how often the group was started before.
+- `STRATAGEM_ATTEMPT=0`, `1`, ...: how often the group was started before; with parameter servers,
+  where each task is started again alone, how often this task was.
 - `STRATAGEM_JOIN=1`: this task replaces a lost one, and joins a group that is running.
 - `STRATAGEM_MIN_WORKERS`, `STRATAGEM_WAIT_FOR_REPLACEMENT` (seconds): as the user gave them.
+- With parameter servers, `STRATAGEM_CLUSTER_KEY`: who knows it may connect. And
+  `STRATAGEM_STATE_DIR`: a directory for snapshots of the servers and the coordinator's journal.
 - `STRATAGEM_REHEARSE=cpu:K`: with `--devices-per-worker K`, unless the user has set it.
 - SIGTERM or SIGINT to the task's own process (not to its children): leave now.
 - Exit code 42: preempted, after saving. 43: a peer was lost or stalled.
@@ -23,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stratagem.cluster.roles import TRAINERS
+from stratagem.cluster.roles import SERVING, TRAINERS
 from stratagem.cluster.runtime import ATTEMPT as ATTEMPT
 from stratagem.cluster.runtime import COORDINATION as COORDINATION
 from stratagem.cluster.runtime import JOIN as JOIN
@@ -36,7 +39,11 @@ REHEARSE = "STRATAGEM_REHEARSE"
 UNBUFFERED = "PYTHONUNBUFFERED"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
+STATE_DIR = "STRATAGEM_STATE_DIR"
+
 SERVICE_MODULE = "stratagem.cluster.service"
+SERVE = ("-m", "stratagem.cli", "serve")
+"""The arguments of Python for workers and servers of a job with parameter servers."""
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +81,7 @@ class Job:
         gpus_per_worker: GPUs that each task that trains gets for itself; None to leave all to all.
         limits: what is allowed when a task is lost.
         grace_seconds: how long tasks may save after SIGTERM, before they are killed.
+        serve: what workers and servers run where there are parameter servers, as `program`.
     """
 
     program: tuple[str, ...]
@@ -85,6 +93,18 @@ class Job:
     gpus_per_worker: int | None = None
     limits: Limits = field(default_factory=Limits)
     grace_seconds: float = 30.0
+    serve: tuple[str, ...] = SERVE
+
+    def program_of(self, task_type: str) -> tuple[str, ...]:
+        """What tasks of a type run: with parameter servers, only chief and evaluator `program`."""
+        return self.serve if self.servers and task_type in SERVING else self.program
+
+    def computes(self, task_type: str) -> bool:
+        """Whether tasks of a type do the heavy work, for which they need the GPUs.
+
+        With parameter servers the chief only hands it out.
+        """
+        return task_type == "worker" or (task_type == "chief" and not self.servers)
 
     def counts(self) -> dict[str, int]:
         """Type -> number of tasks; those that a job has none of are left out."""
@@ -200,18 +220,18 @@ def gpus_of(job: Job, task: Task, first: int = 0) -> str:
     Args:
         job: the job.
         task: one of its tasks.
-        first: how many of the job's training tasks are on machines before this one.
+        first: how many of the job's tasks that compute are on machines before this one.
     """
-    if not task.trains or job.gpus_per_worker is None:
+    if not job.computes(task.type) or job.gpus_per_worker is None:
         return ""
-    place = task.index + (job.chief and task.type == "worker") - first
+    place = task.index + (job.chief and job.computes("chief") and task.type == "worker") - first
     start = place * job.gpus_per_worker
     return ",".join(str(gpu) for gpu in range(start, start + job.gpus_per_worker))
 
 
-def python_command(job: Job) -> list[str]:
+def python_command(job: Job, task: Task) -> list[str]:
     """The command of a task, with this Python."""
-    return [sys.executable, *job.program]
+    return [sys.executable, *job.program_of(task.type)]
 
 
 def service_command(address: str, tasks: int) -> list[str]:

@@ -132,7 +132,7 @@ class HostsExecutor(LocalExecutor):
 
     def _first_trainer(self, job: Job) -> int:
         before = shares(job, len(self._hosts))[: self._index]
-        return sum(task.trains for share in before for task in share)
+        return sum(job.computes(task.type) for share in before for task in share)
 
 
 class HostsLauncher(Launcher):

@@ -4,21 +4,28 @@ Kubernetes places the pods and JobSet restarts the group; both know what the loc
 a pod that leaves with 42 restarts the group without counting, any other failure counts against
 `--max-restarts`. The coordination service has a pod of its own. The job is done when the chief is,
 or without one all workers are; then Kubernetes ends the others.
+
+With parameter servers no loss ends the others: Kubernetes starts a lost pod again, under its old
+name. Their key comes from a Secret, named after the JobSet, and what they save goes to a volume
+that the user adds to the manifest.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem.cluster.roles import TRAINERS
+from stratagem.cluster.keys import VARIABLE as KEY
+from stratagem.cluster.roles import SERVING, TRAINERS
 from stratagem.launcher.abstract import (
     ATTEMPT,
     COORDINATION,
     REHEARSE,
     SERVICE_MODULE,
+    STATE_DIR,
     TF_CONFIG,
     UNBUFFERED,
     Job,
@@ -44,10 +51,17 @@ class KubernetesLauncher(Launcher):
         image: the container image, with Python, this package and the program.
         name: of the JobSet.
         path: where the manifest is written; None for standard output.
+        state: where pods find the volume for snapshots and the journal; None where there is none.
     """
 
-    def __init__(self, image: str, name: str = "stratagem", path: Path | None = None) -> None:
-        self._image, self._name, self._path = image, name, path
+    def __init__(
+        self,
+        image: str,
+        name: str = "stratagem",
+        path: Path | None = None,
+        state: Path | None = None,
+    ) -> None:
+        self._image, self._name, self._path, self._state = image, name, path, state
 
     def launch(self, job: Job) -> int:
         if len(self._name) > _LONGEST_NAME or _NAME.fullmatch(self._name) is None:
@@ -55,18 +69,24 @@ class KubernetesLauncher(Launcher):
                 f"--name: expected at most {_LONGEST_NAME} lower-case letters, digits and '-', a "
                 f"letter first, for Kubernetes makes host names of it. Got {self._name!r}."
             )
-        write_text(to_yaml(manifest(job, self._image, self._name)), self._path)
+        write_text(to_yaml(manifest(job, self._image, self._name, self._state)), self._path)
+        if job.servers:
+            sys.stderr.write(
+                "stratagem run: the pods wait for a Secret with their key. Once for each job: "
+                f"openssl rand -hex 32 | kubectl create secret generic {_secret(self._name)} "
+                f"--from-file={KEY}=/dev/stdin\n"
+            )
         return 0
 
 
-def manifest(job: Job, image: str, name: str) -> dict[str, Any]:
+def manifest(job: Job, image: str, name: str, state: Path | None = None) -> dict[str, Any]:
     """The JobSet, as the JSON object that the API server takes."""
     cluster = {
         kind: [f"{_host(name, kind, index)}:{PORT}" for index in range(count)]
         for kind, count in job.counts().items()
     }
     jobs = [
-        _replicated_job(kind, count, _task_container(job, kind, image, cluster, name), job)
+        _replicated_job(kind, count, _task_container(job, kind, image, cluster, name, state), job)
         for kind, count in job.counts().items()
     ]
     if job.coordinated:
@@ -107,6 +127,8 @@ def to_yaml(manifest: Mapping[str, Any]) -> str:
 
 
 def _failure_policy(job: Job) -> dict[str, Any]:
+    if job.servers:  # Each pod is started again alone; see `_restarts`.
+        return {"maxRestarts": 0}
     policy: dict[str, Any] = {"maxRestarts": job.limits.max_restarts}
     if job.limits.max_restarts:
         # The rule of `_replicated_job`: a pod has left with 42.
@@ -122,8 +144,9 @@ def _failure_policy(job: Job) -> dict[str, Any]:
 def _replicated_job(
     kind: str, count: int, container: Mapping[str, Any], job: Job
 ) -> dict[str, Any]:
+    restarts = _restarts(job, kind)
     preempted = {
-        "action": "FailJob",
+        "action": "Ignore" if restarts.get("backoffLimitPerIndex") else "FailJob",
         "onExitCodes": {
             "containerName": container["name"],
             "operator": "In",
@@ -138,7 +161,7 @@ def _replicated_job(
                 "completionMode": "Indexed",
                 "completions": count,
                 "parallelism": count,
-                "backoffLimit": 0,  # A pod that fails fails the group, which JobSet restarts.
+                **restarts,
                 "podFailurePolicy": {"rules": [preempted]},
                 "template": {
                     "spec": {
@@ -152,27 +175,42 @@ def _replicated_job(
     }
 
 
+def _restarts(job: Job, kind: str) -> dict[str, int]:
+    """How often Kubernetes starts a failed pod again, before its failure is that of the job."""
+    if not job.servers:
+        return {"backoffLimit": 0}  # A pod that fails fails the group, which JobSet restarts.
+    limits = job.limits
+    each = limits.task_restarts if kind in SERVING else limits.max_restarts
+    return {"backoffLimitPerIndex": each, "maxFailedIndexes": 0}
+
+
 def _task_container(
-    job: Job, kind: str, image: str, cluster: Mapping[str, list[str]], name: str
+    job: Job,
+    kind: str,
+    image: str,
+    cluster: Mapping[str, list[str]],
+    name: str,
+    state: Path | None,
 ) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "task",
         "image": image,
-        "command": ["python", *job.program],
-        "env": _environment(job, kind, cluster, name),
+        "command": ["python", *job.program_of(kind)],
+        "env": _environment(job, kind, cluster, name, state),
         "ports": [_port()],
     }
-    if job.gpus_per_worker is not None and kind in TRAINERS:
+    if job.gpus_per_worker is not None and job.computes(kind):
         container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus_per_worker}}
     return container
 
 
 def _environment(
-    job: Job, kind: str, cluster: Mapping[str, list[str]], name: str
+    job: Job, kind: str, cluster: Mapping[str, list[str]], name: str, state: Path | None
 ) -> list[dict[str, Any]]:
+    attempt = "jobset.sigs.k8s.io/restart-attempt"
     variables = [
         _field(_INDEX, "batch.kubernetes.io/job-completion-index"),
-        _field(ATTEMPT, "jobset.sigs.k8s.io/restart-attempt"),
+        _field(ATTEMPT, "batch.kubernetes.io/job-index-failure-count" if job.servers else attempt),
         # Kubernetes puts in the variables that stand above.
         {"name": TF_CONFIG, "value": tf_config_text(cluster, kind, f"$({_INDEX})")},
         {"name": UNBUFFERED, "value": "1"},
@@ -180,6 +218,11 @@ def _environment(
     if job.coordinated and kind in TRAINERS:
         address = f"{_host(name, _SERVICE, 0)}:{PORT}"
         variables.append({"name": COORDINATION, "value": address})
+    if job.servers:
+        reference = {"secretKeyRef": {"name": _secret(name), "key": KEY}}
+        variables.append({"name": KEY, "valueFrom": reference})
+    if state is not None:
+        variables.append({"name": STATE_DIR, "value": str(state)})
     if job.devices_per_worker is not None:
         variables.append({"name": REHEARSE, "value": f"cpu:{job.devices_per_worker}"})
     return variables
@@ -188,6 +231,10 @@ def _environment(
 def _host(name: str, kind: str, index: int) -> str:
     """The name that JobSet gives a pod: set, replicated job, its replica, pod; and a subdomain."""
     return f"{name}-{kind}-0-{index}.{name}"
+
+
+def _secret(name: str) -> str:
+    return f"{name}-key"
 
 
 def _field(variable: str, annotation: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class LocalExecutor(Executor):
     def start(self, job: Job, task: Task, told: Mapping[str, str], post: Post) -> Running:
         if job.gpus_per_worker is not None:
             told = {**told, VISIBLE_GPUS: gpus_of(job, task, self._first_trainer(job))}
-        return self._run(task, python_command(job), merged(self._environment, told), post)
+        return self._run(task, python_command(job, task), merged(self._environment, told), post)
 
     def start_service(self, plan: Plan, tasks: int, post: Post) -> Running:
         if plan.coordination is None:
@@ -74,7 +74,7 @@ class LocalExecutor(Executor):
         return process
 
     def _first_trainer(self, job: Job) -> int:
-        """How many tasks that train are on machines before this one."""
+        """How many tasks that compute are on machines before this one."""
         return 0
 
 

@@ -111,8 +111,8 @@ class RayExecutor(LocalExecutor):
         actor = self._actors.get(task)
         if actor is None:  # It replaces one that has ended.
             actor = self._actors[task] = self._actor(job, task)
-        variables = merged(self._told, told)
-        return _Remote(self._ray, actor, task, job.program, variables, post, self._actors)
+        variables, program = merged(self._told, told), job.program_of(task.type)
+        return _Remote(self._ray, actor, task, program, variables, post, self._actors)
 
     def close(self) -> None:
         super().close()
@@ -209,7 +209,7 @@ class _Remote(Running):
 
 
 def _bundle(job: Job, task: Task) -> dict[str, int]:
-    gpus = job.gpus_per_worker if task.trains else None
+    gpus = job.gpus_per_worker if job.computes(task.type) else None
     return {"CPU": 1} if gpus is None else {"CPU": 1, "GPU": gpus}
 
 

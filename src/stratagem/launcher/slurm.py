@@ -82,7 +82,8 @@ class SlurmLauncher(Launcher):
             raise LaunchError(
                 "--on slurm: expected a chief and workers only. Got parameter servers or an "
                 "evaluator, which run until they are ended; a Slurm step ends when all its tasks "
-                "have. Run these with --hosts, one command on each node."
+                "have. Run these with --hosts, one command on each node of the allocation: srun "
+                "--ntasks-per-node=1 stratagem run --hosts ..."
             )
         if _JOB_ID not in self._environment:
             write_text(batch_script(job, self._name), self._path)

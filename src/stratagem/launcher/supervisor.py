@@ -1,6 +1,7 @@
 """Starts the tasks of a job, passes on what they write, and acts when one ends.
 
-What to do is decided in `recovery/policy.py`; where the tasks run is the business of an `Executor`.
+What to do is decided in `recovery/policy.py`, and in `recovery/serving_policy.py` for jobs with
+parameter servers; where the tasks run is the business of an `Executor`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from stratagem.cluster.roles import TRAINERS
 from stratagem.launcher.abstract import Job, Task, task_environment
 from stratagem.launcher.lines import LineBuffer
 from stratagem.launcher.output import Output
+from stratagem.recovery import policy, serving_policy
 from stratagem.recovery.policy import (
     PEER_LOST,
     PREEMPTED,
@@ -30,7 +33,6 @@ from stratagem.recovery.policy import (
     Replaced,
     Restarted,
     ServiceLost,
-    decide,
     first_failure,
 )
 
@@ -145,6 +147,7 @@ class Supervisor:
         output: Output,
     ) -> None:
         self._job, self._executor, self._output = job, executor, output
+        self._decide = serving_policy.decide if job.servers else policy.decide
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._unwritten = threading.Semaphore(_UNWRITTEN)
         self._buffers: dict[tuple[Name, bool], LineBuffer] = {}
@@ -175,6 +178,7 @@ class Supervisor:
         self._plan = self._executor.plan(self._job, self._attempt)
         self._own = [(task.type, task.index) for task in self._plan.own]
         self._signalled = False
+        self._later: list[tuple[float, Event, Decision]] = []
         self._started_at = time.monotonic()
         if self._plan.hosts_service:
             trainers = self._job.trainers
@@ -189,24 +193,46 @@ class Supervisor:
             task,
             self._plan.addresses,
             coordination=self._plan.coordination,
-            attempt=self._attempt,
+            attempt=self._attempt + self._starts_alone(task),
             join=join,
         )
         self._running[task] = self._executor.start(self._job, task, told, self._post)
 
+    def _starts_alone(self, task: Task) -> int:
+        """How often a task was started again, where that does not happen to the whole group."""
+        if not self._job.servers:
+            return 0
+        return serving_policy.starts(self._events, task.type, task.index)
+
     def _watch(self) -> Decision:
         """Waits until the group has to end, and says why; acts where one task can be spared."""
         while not self._stops:
+            for _, lost, decided in self._take_due():
+                self._do_without(lost, decided)
             seen = len(self._events)
-            self._receive()
+            self._receive(self._seconds_until_due())
             if len(self._events) == seen:
                 continue
-            decision = decide(self._own, self._events, self._job.limits)
-            if decision.action in (Action.REPLACE, Action.CONTINUE):
+            decision = self._decide(self._own, self._events, self._job.limits)
+            if decision.seconds:
+                due = time.monotonic() + decision.seconds
+                self._later.append((due, self._events[-1], decision))
+            elif decision.action in (Action.REPLACE, Action.AGAIN, Action.CONTINUE):
                 self._do_without(self._events[-1], decision)
             elif decision.action is not Action.WAIT:
                 return decision
         return Decision(Action.GIVE_UP, "a signal asked to end")
+
+    def _take_due(self) -> list[tuple[float, Event, Decision]]:
+        now = time.monotonic()
+        due = [each for each in self._later if each[0] <= now]
+        self._later = [each for each in self._later if each[0] > now]
+        return due
+
+    def _seconds_until_due(self) -> float | None:
+        if not self._later:
+            return None
+        return max(0.0, min(due for due, _, _ in self._later) - time.monotonic())
 
     def _do_without(self, lost: Event, decision: Decision) -> None:
         if not isinstance(lost, Ended):
@@ -215,17 +241,18 @@ class Supervisor:
         if decision.action is Action.CONTINUE:
             self._events.append(LetGo(lost.task_type, lost.index))
             return
-        self._events.append(Replaced(lost.task_type, lost.index))
+        at = time.monotonic() - self._started_at
+        self._events.append(Replaced(lost.task_type, lost.index, at))
         task = Task(lost.task_type, lost.index)
         self._output.forget(task)
-        self._start_task(task, join=task.trains)
+        self._start_task(task, join=task.trains and decision.action is Action.REPLACE)
 
     def _end_group(self, decision: Decision) -> Decision:
         """Ends what still runs; the decision again, now that more is known about the cause."""
         action = decision.action
         if action is not Action.FINISH and not self._stops:
             self._hear_peers(action)
-            again = decide(self._own, self._events, self._job.limits)
+            again = self._decide(self._own, self._events, self._job.limits)
             decision = again if again.action is action else decision
         self._signalled = True
         for name in self._alive():
@@ -325,7 +352,7 @@ class Supervisor:
         if decision.action is Action.FINISH:
             return 0
         first = first_failure(self._events)
-        if first is None or self._job.limits.max_restarts:
+        if first is None or self._job.limits.max_restarts or self._job.servers:
             self._output.say(f"{decision.action.value}: {decision.reason}")
         if first is None:
             return PREEMPTED
@@ -341,7 +368,8 @@ class Supervisor:
     def _stop_code(self) -> int:
         """42 where all that trains has saved, so that an engine outside starts it again."""
         own = self._plan.own
-        trainers = [task for task in own if task.trains] or own
+        decisive = ("chief",) if self._job.servers else TRAINERS
+        trainers = [task for task in own if task.type in decisive] or own
         saved = all(self._codes.get(task) == PREEMPTED for task in trainers)
         return PREEMPTED if saved else 128 + self._stops[0]
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from stratagem.cluster import runtime
 from stratagem.errors import BackupError, CorruptBackupError
 from stratagem.recovery import state
 from stratagem.recovery.peers import Peers
@@ -107,6 +108,7 @@ class Archive:
     def __init__(self, directory: str | Path, keep: int | None, peers: Peers, prefix: str = ""):
         self.storage = Storage(directory, keep, prefix)
         self.peers = peers
+        runtime.keep_compilations()  # the program that goes on from a backup compiles the same
 
     def prepare(self) -> None:
         """Finds out now whether the directory can be written.

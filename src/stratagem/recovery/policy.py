@@ -33,6 +33,7 @@ class Action(enum.Enum):
     FINISH = "end the job: it is done"
     CONTINUE = "continue with survivors"
     REPLACE = "replace the lost worker"
+    AGAIN = "start the task again, alone"
     RESTART = "restart the group"
     GIVE_UP = "give up"
 
@@ -68,10 +69,17 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A task that had ended was started again, alone."""
+    """A task that had ended was started again, alone.
+
+    Args:
+        task_type: as in `Ended`.
+        index: as in `Ended`.
+        at: seconds since the group was started.
+    """
 
     task_type: str
     index: int
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,23 +121,35 @@ class Limits:
             where a loss always ends the group.
         wait_for_replacement: seconds that the survivors wait for the replacement of a lost
             worker; None where it is not replaced.
+        task_restarts: with parameter servers, how often each worker and each server may be started
+            again, alone; `max_restarts` is for the chief and the evaluator then.
     """
 
     max_restarts: int = 0
     min_workers: int | None = None
     wait_for_replacement: float | None = None
+    task_restarts: int = 3
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done now, and why, as a sentence for the user."""
+    """What is done, and why, as a sentence for the user.
+
+    Args:
+        action: what.
+        reason: why.
+        seconds: from now; only AGAIN can be later, if the job still runs then.
+    """
 
     action: Action
     reason: str
+    seconds: float = 0.0
 
 
 def decide(tasks: Sequence[tuple[str, int]], events: Sequence[Event], limits: Limits) -> Decision:
     """What to do after the last of some events. Pure: the same arguments, the same decision.
+
+    For jobs without parameter servers; see `serving_policy` for those with some.
 
     Args:
         tasks: type and index of every task of the job.
@@ -137,14 +157,13 @@ def decide(tasks: Sequence[tuple[str, int]], events: Sequence[Event], limits: Li
         limits: what the user allows.
 
     Rules, the first that applies:
-        1. All that trains has ended with 0, or was let go (with parameter servers: the chief has
-           ended with 0): FINISH.
+        1. All that trains has ended with 0, or was let go: FINISH.
         2. The coordination service is lost: as 6, for nothing can regroup without it.
         3. Nobody has failed: WAIT.
         4. All that trains has left with 42, after saving: RESTART, if restarts are allowed at all;
            it counts against no limit. While only some have left, WAIT for the others.
-        5. A task is lost that the others can do without for now. A worker, with `min_workers` and
-           without parameter servers: REPLACE it, or CONTINUE without it. The evaluator: REPLACE.
+        5. A task is lost that the others can do without for now. A worker, with `min_workers`:
+           REPLACE it, or CONTINUE without it. The evaluator: REPLACE.
         6. Otherwise RESTART while `max_restarts` allows it, and then GIVE_UP.
     """
     now = _Now(tasks, events, limits)
@@ -204,7 +223,6 @@ class _Now:
         self._limits = limits
         self._tasks = tasks
         self._trainers = [task for task in tasks if task[0] in TRAINERS]
-        self._has_servers = any(task_type == "ps" for task_type, _ in tasks)
         self._used = 0  # Starts after a failure.
         self._codes: dict[tuple[str, int], int] = {}  # Of the tasks that have ended.
         self._let_go: set[tuple[str, int]] = set()
@@ -228,9 +246,8 @@ class _Now:
         return PREEMPTED in self._codes.values()
 
     def finished(self) -> bool:
-        chiefs = [task for task in self._trainers if task[0] == "chief"]
         # A supervisor may see no task that trains, where a job spans several machines.
-        decisive = (chiefs if self._has_servers else None) or self._trainers or self._tasks
+        decisive = self._trainers or self._tasks
         return all(self._codes.get(task) == 0 or task in self._let_go for task in decisive)
 
     def survivors(self) -> int:
@@ -240,7 +257,7 @@ class _Now:
         """Whether the others can go on without a task that has just ended."""
         if end.task_type not in TRAINERS:
             return end.task_type == "evaluator" and self._restarts_left()
-        if self._limits.min_workers is None or self._has_servers or self.left:
+        if self._limits.min_workers is None or self.left:
             return False
         enough = self.survivors() >= self._limits.min_workers or self._can_replace()
         return self.survivors() > 0 and enough

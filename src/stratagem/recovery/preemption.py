@@ -95,6 +95,8 @@ class PreemptionCheckpointHandler:
         self._leave_at: dict[str, int] = {}
         self._left = False
         self._agreement = of_this_process("preemption", TOPICS) if agreement is None else agreement
+        for topic in TOPICS:
+            self._agreement.announced(topic, self._count - 1)
         self._watch = TerminationWatch(
             lambda: self._agreement.announce(_LEAVE), self._config.termination_watcher_fn
         )
@@ -156,11 +158,14 @@ class PreemptionCheckpointHandler:
 
     def _due(self, topic: str) -> bool:
         """True when the step that all agreed on has been made."""
-        if not self._agreement.announced(topic):
+        if not self._agreement.announced(topic, self._count):
             return False
         if topic not in self._leave_at:
             self._told_at = self._told_at or time.monotonic()
-            self._leave_at[topic] = self._agreement.latest(topic, self._count) + 1
+            latest = self._agreement.latest(topic, self._count)
+            if latest is None:
+                return False
+            self._leave_at[topic] = latest + 1
         return self._count == self._leave_at[topic]
 
     def _grace_is_over(self) -> bool:
