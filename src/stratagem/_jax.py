@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+
+# Needed to give a program the same name in the persistent cache on all processes of a job, and to
+# let a process that is not the first one write it there.
+from jax._src import cache_key as _cache_key
+from jax._src import compilation_cache as _compilation_cache
+from jax._src import compiler as _compiler
 
 # Needed to know whether a value is made at the top level of a step or inside a loop of it.
 from jax._src import core as _core
@@ -182,3 +190,44 @@ def forget_backends() -> None:
     _dispatch.runtime_tokens.clear()
     _xla_bridge._clear_backends()
     jax.clear_caches()
+
+
+_hash_accelerators = _cache_key._hash_accelerator_config
+_write_first = _compiler._cache_write
+
+
+def share_compilations(writes: Callable[[], bool]) -> None:
+    """Gives a program over CPU devices one name in the persistent cache on all processes of a job.
+
+    JAX's name has the number of the process in it, so that a process finds what it compiled
+    itself, and only process 0 writes any: the others never find a program. What is compiled is the
+    same on all of them. Other machines than this one get other names.
+
+    Args:
+        writes: whether this process writes what it compiles.
+    """
+
+    def hash_devices(hashed: Any, devices: Any) -> None:
+        if devices.flat[0].platform != "cpu":
+            _hash_accelerators(hashed, devices)
+            return
+        hashed.update(_processor().encode())
+
+    def write(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
+        if _distributed.global_state.process_id == 0:
+            _write_first(key, seconds, name, backend, program, calls)
+        elif writes() and not calls:
+            _compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+
+    _cache_key._hash_accelerator_config = hash_devices
+    _compiler._cache_write = write
+
+
+def _processor() -> str:
+    """What a program that is compiled for this machine's CPUs depends on."""
+    try:
+        lines = set(Path("/proc/cpuinfo").read_text().splitlines())
+    except OSError:
+        return platform.processor()
+    names = ("flags", "Features", "model name")
+    return "\n".join(sorted(line for line in lines if line.startswith(names)))

@@ -368,3 +368,22 @@ def test_all_gather_stacks(replicas):
     assert out.shape == (replicas, replicas, 2)
     for row in out:
         np.testing.assert_array_equal(row, value)
+
+
+@pytest.mark.parametrize(
+    ("mb", "replicas", "chosen"),
+    [
+        ([], 2, DoublingAllReduce),
+        ([4, 1], 2, DoublingAllReduce),
+        ([5], 2, NcclAllReduce),
+        ([4], 4, NcclAllReduce),
+        ([2] * 4, 4, DoublingAllReduce),
+        ([2] * 5, 4, NcclAllReduce),
+        ([1], 8, DoublingAllReduce),
+    ],
+)
+def test_large_values_are_left_to_the_platform(mb, replicas, chosen):
+    values = [jax.ShapeDtypeStruct((n << 18,), "float32") for n in mb]
+    ops = AutoAllReduce()
+    assert type(ops.chosen(values, replicas)) is chosen
+    assert ops.cost(values, replicas) == chosen().cost(values, replicas)

@@ -334,6 +334,24 @@ def test_a_service_that_has_not_the_key_is_not_believed():
         thread.join()
 
 
+def test_a_service_whose_lines_do_not_end_is_not_listened_to():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def endless() -> None:
+            line, _ = server.accept()
+            with line, contextlib.suppress(OSError):
+                while True:
+                    line.sendall(b"x" * 4096)
+
+        thread = threading.Thread(target=endless)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        fault = "Got ValueError: it says a line of more than 65536 bytes"
+        with pytest.raises(PeerTimeoutError, match=fault):
+            Member.connect(address, "worker 0", 0, Terms(), 0.0)
+        thread.join()
+
+
 def test_a_key_that_can_be_guessed_is_refused():
     with pytest.raises(ValueError, match="STRATAGEM_CLUSTER_KEY: expected at least 16 .* Got 3"):
         Key("abc")

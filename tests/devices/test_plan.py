@@ -333,11 +333,24 @@ def test_calibration_is_written_beside_other_machines(tmp_path, monkeypatch, cap
     assert f"written to {file}" in capsys.readouterr().out
 
 
-def test_a_measurement_that_fails_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            subprocess.CalledProcessError(9, ["python", "devices"]),
+            "expected 'devices' to be measured. Got exit code 9",
+        ),
+        (
+            subprocess.TimeoutExpired(["python", "devices"], 300),
+            "expected 'devices' to be measured within 300 s. Got no end of it. Run it again",
+        ),
+    ],
+)
+def test_a_measurement_that_fails_is_named(tmp_path, monkeypatch, capsys, error, text):
     def fail():
-        raise subprocess.CalledProcessError(9, ["python", "devices"])
+        raise error
 
     monkeypatch.setattr(plan.calibrate, "measure", fail)
     assert plan.calibrate.act(tmp_path / "machines.toml") == 1
-    assert "expected 'devices' to be measured. Got exit code 9" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
     assert not (tmp_path / "machines.toml").exists()

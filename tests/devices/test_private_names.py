@@ -270,3 +270,17 @@ def test_orbax_keeps_its_client_of_the_coordination_service():
     assert _orbax.get_signaling_client() is first
     _orbax.forget_coordination_service()
     assert _orbax.get_signaling_client.cache_info().currsize == 0
+
+
+def test_jax_can_name_compiled_programs_alike_and_write_them_from_any_process():
+    assert list(inspect.signature(_jax._hash_accelerators).parameters) == [
+        "hash_obj", "accelerators",
+    ]  # fmt: skip
+    assert list(inspect.signature(_jax._write_first).parameters) == [
+        "cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks",
+    ]  # fmt: skip
+    put = _jax._compilation_cache.put_executable_and_time
+    assert list(inspect.signature(put).parameters) == [
+        "cache_key", "module_name", "executable", "backend", "compile_time",
+    ]  # fmt: skip
+    assert callable(_jax._cache_key._hash_accelerator_config)

@@ -25,7 +25,7 @@ MIN_WORKERS = ["--workers", "3", "--min-workers", "2"]
 REPLACED = [*MIN_WORKERS, "--max-restarts", "1", "--wait-for-replacement", "120"]
 
 
-def run(folder: Path, options: list[str], program: str, *arguments: int) -> tuple[list[Any], str]:
+def run(folder: Path, options: list[str], program: str, *arguments: Any) -> tuple[list[Any], str]:
     """What the workers that came to the end have found, by rank, and all that was printed."""
     command = [
         sys.executable,
@@ -69,6 +69,7 @@ def test_fit_goes_on_without_the_chief_and_its_replacement_takes_its_share(tmp_p
         *([[3] * 3 + [2] * 7 + [3] * (steps - 10)] * 2),
     ]
     check_fit(found)
+    assert [result["found"] for result in found] == [[], [True], [True]]  # compiled ahead
     for who in ("worker 1", "worker 2"):
         assert f"[{who}] WARNING:stratagem:worker 0 is lost: its connection closed." in output
         assert f"[{who}] WARNING:stratagem:worker 0 joins. Going on with worker 0, w" in output

@@ -49,6 +49,14 @@ def act(path: Path) -> int:
             file=sys.stderr,
         )
         return 1
+    except subprocess.TimeoutExpired as error:
+        print(
+            f"stratagem plan: error: --calibrate: expected {error.cmd[-1]!r} to be measured within "
+            f"{error.timeout:g} s. Got no end of it. Run it again when the machine has less to do, "
+            "or stratagem doctor.",
+            file=sys.stderr,
+        )
+        return 1
     path.parent.mkdir(parents=True, exist_ok=True)
     text = _TEMPLATE.format(**measured, **_facts())
     path.write_text(_others(path) + text)
@@ -62,6 +70,7 @@ def measure() -> dict[str, float]:
 
     Raises:
         CalledProcessError: one failed.
+        TimeoutExpired: one did not end in time.
     """
     module = calibrate_measure.__name__
     alone = [sys.executable, "-m", module]

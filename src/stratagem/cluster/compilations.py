@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,6 +16,10 @@ from stratagem import config
 
 _CHOSEN = "JAX_COMPILATION_CACHE_DIR"
 _CACHES = "XDG_CACHE_HOME"
+_NICENESS = 10
+
+_log = logging.getLogger("stratagem")
+_threads: list[threading.Thread] = []
 
 
 def keep() -> None:
@@ -24,3 +34,37 @@ def keep() -> None:
     home = Path(env[_CACHES]) if env.get(_CACHES) else Path.home() / ".cache"
     jax.config.update("jax_compilation_cache_dir", str(home / "stratagem" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def ahead(lower: Callable[[], jax.stages.Lowered], what: str) -> None:
+    """Compiles a program in a thread, and leaves it in the persistent cache, where there is one.
+
+    Args:
+        lower: gives the program; called in the thread.
+        what: it is, for the log.
+    """
+    if not getattr(jax.config, "jax_compilation_cache_dir", None):
+        return
+
+    def work() -> None:
+        began = time.monotonic()
+        try:
+            lowered = lower()
+            # Not before: who runs Python holds the lock that the steps need.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            lowered.compile()
+        except Exception as error:
+            _log.info("Not compiled ahead: %s: %s: %s", what, type(error).__name__, error)
+        else:
+            _log.info("Compiled ahead, in %.1f s: %s.", time.monotonic() - began, what)
+
+    thread = threading.Thread(target=work, name="stratagem-ahead", daemon=True)
+    _threads.append(thread)
+    thread.start()
+
+
+def finish() -> None:
+    """Waits for what is being compiled: Python may not end in the middle of it."""
+    while _threads:
+        _threads.pop().join()

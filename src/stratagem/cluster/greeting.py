@@ -66,6 +66,8 @@ def _exchange(line: socket.socket, address: str, hello: Any, key: Key) -> bytes:
             if not data:
                 raise ConnectionError("it has closed the connection")
             received.extend(data)
+            if len(received) > LIMIT and b"\n" not in received:
+                raise ValueError(f"it says a line of more than {LIMIT} bytes")
         message, received[: at + 1] = json.loads(received[:at]), b""
         return message["kind"], message["said"]
 

@@ -135,6 +135,17 @@ class Job:
         """Whether training goes on when a process is lost."""
         return self.terms.min_workers is not None
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether it goes on with one process less than there are now."""
+        return self.terms.min_workers is not None and self.size > max(1, self.terms.min_workers)
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether no process before this one has the same host."""
+        hosts = [where.rpartition(":")[0] for _, where in self.tasks]
+        return hosts.index(hosts[self.rank]) == self.rank
+
     def run(self, step: Callable[[], T], doing: str) -> T:
         """`Member.run`, once this process has joined."""
         return step() if self._member is None else self._member.run(step, doing)
@@ -250,12 +261,26 @@ def join(
             "alone. Create the strategy (with TF_CONFIG set) at the start of the program, before "
             "any model, array, random seed or other strategy."
         )
-    task, rank = f"{task_type} {task_id}", roles.id_in_cluster(cluster, task_type, task_id)
+    roles.id_in_cluster(cluster, task_type, task_id)  # refuses a ps
+    task = f"{task_type} {task_id}"
+    rank = list(addresses).index(task)  # indices may be left out in a cluster
     _current = _join(addresses, task, rank, seconds, stall_seconds)
     if _current.may_change:
-        compilations.keep()
+        keep_compilations()
     atexit.register(leave)
     return _current
+
+
+def keep_compilations() -> None:
+    """Keeps what this job compiles on disk, for processes that come after it. Any number of times.
+
+    A job calls it whose processes may change, and who writes or reads a backup. Does nothing in a
+    process that is alone.
+    """
+    job = _current
+    if job is not None:
+        compilations.keep()
+        _jax.share_compilations(lambda: job.is_first_here)
 
 
 def _join(
@@ -350,6 +375,7 @@ def leave() -> None:
     job, _current = _current, None
     _jax.leave_job()
     job.close(_failure())
+    compilations.finish()
     service, _service = _service, None
     if service is not None:
         service.close(job.seconds)

@@ -11,21 +11,23 @@ from stratagem.collectives.abstract import CrossDeviceOps
 from stratagem.collectives.cost import Cost
 from stratagem.collectives.doubling import DoublingAllReduce
 from stratagem.collectives.nccl import NcclAllReduce
-from stratagem.collectives.ring import RingAllReduce
+from stratagem.collectives.packs import nbytes_of
 
-# Between two processes over loopback, from benchmarks/run.py's machine (benchmarks/cases
-# /workers_by_hand.py with a psum, and with messages): a message of no bytes takes about 150 us,
-# 3.25 MB take 1.9 ms. The choice depends on their ratio alone.
-_ALPHA = 150e-6  # seconds
-_BETA = 1.9e-3 / 3.25e6  # seconds a byte
+# Bytes in a round of messages up to which they are faster than XLA's own: of one value, and of all
+# together. From `stratagem run --workers 2 benchmarks/crossover.py`, on two busy cores: medians of
+# messages' time as a multiple of XLA's, within turns. One value, 2 processes: 1 MB 0.8, 3 MB 1.2,
+# 8 MB 1.2, 16 MB 3.2, 32 MB 1.8; 4 processes: 0.6, 1.0, 1.7, 2.8 (up to 16 MB). 8 values, 2
+# processes: 1 MB 0.6, 3 MB 0.7, 8 MB 0.6, 16 MB 0.7, 32 MB 2.8. The ring was never the fastest.
+_LARGEST = 4 << 20
+_MOST = 16 << 20
 
 
 class AutoAllReduce(CrossDeviceOps):
     """Leaves the all-reduce to XLA, except where messages are faster: between processes on CPUs.
 
-    There XLA's all-reduce (Gloo's) sends every value by itself, around a ring. Instead this takes
-    recursive doubling or one ring for all values, whichever costs less for the number of replicas
-    and of bytes.
+    There XLA's all-reduce (Gloo's) takes many messages for every value. Recursive doubling takes
+    the fewest there can be, each of all bytes: this chooses it where latency counts, so up to a
+    size, which is the smaller the more rounds there are.
     """
 
     def placed_on(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
@@ -42,5 +44,7 @@ class AutoAllReduce(CrossDeviceOps):
 
     def chosen(self, values: Sequence[Any], axis_size: int) -> CrossDeviceOps:
         """What reduces these values."""
-        ways = (DoublingAllReduce(), RingAllReduce())
-        return min(ways, key=lambda ops: ops.cost(values, axis_size).seconds(_ALPHA, _BETA))
+        sizes = [nbytes_of(value) for value in values]
+        rounds = max(1, (axis_size - 1).bit_length())
+        few = max(sizes, default=0) * rounds <= _LARGEST and sum(sizes) * rounds <= _MOST
+        return DoublingAllReduce() if few else NcclAllReduce()

@@ -39,6 +39,35 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What parameter servers and their workers cost on such machines. Units: bytes and seconds.
+
+    Attributes:
+        latency: one way between two machines.
+        bandwidth: of a machine, in each direction.
+        stream: of one connection, in each direction.
+        encrypt: bytes a second that one task encrypts and decrypts, both together.
+        message: of a core, for a request and its answer, at each end.
+        row: of a ps, for a row that is looked up or updated, however short.
+        copy: bytes a second that a ps copies into answers and out of requests.
+        update: bytes of state a second that an update changes.
+        dispatch: of the coordinator, for a closure.
+        disk: bytes a second of a snapshot.
+    """
+
+    latency: float
+    bandwidth: float
+    stream: float
+    encrypt: float
+    message: float
+    row: float
+    copy: float
+    update: float
+    dispatch: float
+    disk: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """Constants of one kind of device and its network; `machines.toml` says what they mean."""
 
@@ -54,6 +83,7 @@ class Machine:
     links: tuple[Link, ...]
     source: str
     shared: int = 0
+    serving: Serving | None = None  # where it is known what it costs to serve on it
 
     def flops(self, kind: str) -> float:
         """Operations a second that are reached.
@@ -107,6 +137,7 @@ def _faults(table: Any) -> list[str]:
     peak = table.get("peak")
     if not isinstance(peak, dict) or "other" not in peak or not all(map(_positive, peak.values())):
         found.append("peak has no positive numbers, 'other' among them")
+    found += _serving_faults(table.get("serving"))
     levels = table.get("levels")
     if not isinstance(levels, list) or len(levels) != 2:
         return [*found, "levels are not two"]
@@ -117,6 +148,19 @@ def _faults(table: Any) -> list[str]:
         widths = [key for key in ("bandwidth", "group_bandwidth") if _positive(level.get(key))]
         if "name" not in level or not _positive(level.get("alpha")) or len(widths) != 1:
             found.append(f"levels[{i}] needs name, alpha, and bandwidth or group_bandwidth")
+    return found
+
+
+def _serving_faults(table: Any) -> list[str]:
+    if table is None:
+        return []
+    if not isinstance(table, dict):
+        return ["serving is no table"]
+    wanted = set(Serving.__dataclass_fields__)
+    found = [f"serving.{key} is no positive number" for key in sorted(wanted)
+             if not _positive(table.get(key))]  # fmt: skip
+    if unknown := sorted(set(table) - wanted):
+        found.append(f"serving has unknown {', '.join(unknown)}")
     return found
 
 
@@ -133,5 +177,10 @@ def _machine(name: str, table: dict[str, Any]) -> Machine:
         links=tuple(Link(**level) for level in table["levels"]),
         source=" ".join(table.get("source", "").split()),
         shared=int(table.get("shared", 0)),
+        serving=_serving(table.get("serving")),
         **{key: float(table[key]) for key in _NUMBERS},
     )
+
+
+def _serving(table: dict[str, Any] | None) -> Serving | None:
+    return None if table is None else Serving(**{k: float(v) for k, v in table.items()})

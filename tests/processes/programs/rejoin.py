@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import keras
 import numpy as np
 
 import stratagem
+from stratagem.cluster import compilations
 
 EPOCHS, ROWS, BATCH = 4, 44, 8
 SECONDS = 60.0
@@ -39,12 +41,31 @@ class Count(keras.metrics.Metric):
         return self.total + 0.0
 
 
+class Looks(logging.Handler):
+    """Notes whether steps are found in the persistent cache, or compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[bool] = []
+        logger = logging.getLogger("jax._src.compiler")
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of one program."""
+        if record.args and record.args[0] == "jit_replica" and "cache" in record.msg.lower():
+            self.found.append("hit" in record.msg)
+
+
 class Fate(keras.callbacks.Callback):
     """Ends the process at a step, as a power cut does; or waits at a step for a replacement."""
 
-    def __init__(self, strategy: Any, dies: int, waits: int):
+    def __init__(self, strategy: Any, dies: int, waits: int, lost: int):
         super().__init__()
         self._strategy, self._dies, self._waits, self._step = strategy, dies, waits, 0
+        self._lost, self._looks = lost, Looks()
+        self.found: list[bool] = []
         self.shares: list[int] = []
 
     def get_state(self) -> int:
@@ -54,6 +75,9 @@ class Fate(keras.callbacks.Callback):
         self._step = state
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._step == self._lost:
+            compilations.finish()  # what is compiled ahead is there by then
+            self._looks.found.clear()
         if self._step == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         member, deadline = self._strategy.job.member, time.monotonic() + SECONDS
@@ -63,6 +87,8 @@ class Fate(keras.callbacks.Callback):
             time.sleep(0.005)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._step == self._lost:
+            self.found = [*self._looks.found]
         self._step += 1
         self.shares.append(self._strategy.num_replicas_in_sync)
 
@@ -130,7 +156,7 @@ def main(folder: Path, rank: int, dies: int, waits: int, forgets: int) -> None:
     index = strategy.cluster_resolver.task_id
     keras.utils.set_random_seed(100 + joins)  # who joins has other values at first
     dies, waits = (-1, -1) if joins else (dies, waits)
-    fate = Fate(strategy, dies if index == rank else -1, waits)
+    fate = Fate(strategy, dies if index == rank else -1, waits, dies)
     if forgets >= 0 and index == 2 and not joins:
         forget(strategy, fate, forgets)
     model, history = train(strategy, [fate, keras.callbacks.EarlyStopping("loss", patience=9)])
@@ -138,6 +164,7 @@ def main(folder: Path, rank: int, dies: int, waits: int, forgets: int) -> None:
         "joined": joins,
         "history": history,
         "shares": fate.shares,
+        "found": fate.found,
         "digest": digest(model),
         "taken back": strategy.job.lockstep.taken_back,
         "weights": [np.asarray(w).tolist() for w in model.get_weights()],

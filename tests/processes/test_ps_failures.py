@@ -1,0 +1,84 @@
+"""What is lost, and what is not, when tasks of a job with parameter servers are killed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "programs")]
+
+from ps_jobs import PsJob
+
+pytestmark = pytest.mark.processes
+ROWS, BATCH = 640, 16
+
+
+def counted_once(found, epochs):
+    assert found["hits"] == [float(epochs)] * ROWS
+    assert found["seen"] == epochs * ROWS
+    assert found["iterations"] == epochs * ROWS // BATCH
+    assert found["lost"] == 0
+
+
+def test_a_worker_is_killed_and_another_one_stopped(tmp_path):
+    """Their closures run elsewhere, and each row counts once: on the servers and in metrics."""
+    with PsJob(tmp_path, "ps_counting", {"epochs": 3, "pause": 0.08}) as job:
+        job.reaches(0, 10)
+        job.kill("worker", 0)
+        job.reaches(1, 10)
+        stopped = job.kill("worker", 1, signal.SIGSTOP)
+        time.sleep(6.0)
+        stopped.send_signal(signal.SIGCONT)
+        found = job.result()
+    counted_once(found, 3)
+    assert found["rows"] == [ROWS] * 3
+    assert found["reruns"] > 0, job.output
+    assert "worker 0 at 127.0.0.1" in job.output
+    assert "has not been heard for" in job.output
+
+
+def test_a_server_is_killed_and_has_a_replica(tmp_path):
+    """With replication=2 nothing is lost, not one bit."""
+    told = {"epochs": 3, "pause": 0.08, "strategy": {"replication": 2}}
+    with PsJob(tmp_path, "ps_counting", told) as job:
+        job.reaches(0, 20)
+        job.kill("ps", 0)
+        job.reaches(2, 10)
+        job.kill("ps", 1)
+        found = job.result()
+    counted_once(found, 3)
+    assert "0 pushes to it are lost" in job.output
+    assert job.output.count("is restored") == 2
+
+
+def test_a_server_is_killed_and_comes_back_from_a_snapshot(tmp_path):
+    """What is lost is at most what was pushed since the snapshot, and is said as a number."""
+    told = {"epochs": 3, "pause": 0.08, "strategy": {"snapshot_seconds": 1.0}}
+    with PsJob(tmp_path, "ps_counting", told) as job:
+        job.reaches(1, 10)
+        job.kill("ps", 0)
+        found = job.result()
+    assert found["rows"] == [ROWS] * 3
+    assert 0 < found["lost"] < 60
+    missing = 3 * ROWS - sum(found["hits"])
+    assert 0 <= missing <= found["lost"] * BATCH
+    assert 3 * ROWS - found["seen"] <= found["lost"] * BATCH
+    assert f"at most {found['lost']} pushes to it are lost" in job.output
+
+
+def test_a_server_is_killed_and_nothing_was_kept(tmp_path):
+    """An error at once, with who and what to do; never the initial values."""
+    told = {"epochs": 50, "pause": 0.08, "strategy": {"state_dir": ""}}
+    with PsJob(tmp_path, "ps_counting", told) as job:
+        job.reaches(0, 20)
+        began = time.monotonic()
+        job.kill("ps", 1)
+        assert job.result(code=1) is None
+        assert time.monotonic() - began < 30
+    assert "Expected ps 1 at 127.0.0.1:" in job.output
+    assert "Got neither a state directory with snapshots nor a replica" in job.output
