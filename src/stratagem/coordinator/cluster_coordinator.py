@@ -58,6 +58,7 @@ class ClusterCoordinator:
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
         self.tallies = Tallies()
+        self._workers = len(strategy.workers)  # that there ever were
         self._plans = Plans(strategy)
         self._iterators = iter(range(1, 1 << 62))
         setup = {
@@ -66,8 +67,9 @@ class ClusterCoordinator:
             "coordinator": strategy.link.servers.client,
         }
         self.dispatcher = Dispatcher(
-            strategy.link, strategy.workers, _terms(strategy), setup, self._staged, strategy.told
-        )
+            strategy.link, strategy.workers, _terms(strategy), setup, self._staged,
+            strategy.told, strategy.record,
+        )  # fmt: skip
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Any = None
@@ -104,11 +106,11 @@ class ClusterCoordinator:
 
     def submit(
         self, family: Family, arrays: list[Any], *, counts: bool = True, rows: int | None = None,
-        most: int | None = None,
+        most: int | None = None, batch: tuple[str, int] | None = None,
     ) -> RemoteValue:  # fmt: skip
         """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
         value = RemoteValue()
-        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add)
+        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add, batch)
         self.dispatcher.schedule(closure, most)
         return value
 
@@ -136,6 +138,45 @@ class ClusterCoordinator:
         self.tallies.settle()
         return found
 
+    @property
+    def staleness(self) -> Any:
+        """How late gradients came so far: `count`, `mean`, `max` and `histogram` of how many other
+        updates were applied between the read and the write of a step."""
+        return self.dispatcher.staleness
+
+    @property
+    def counts(self) -> Any:
+        """How many closures finished, failed, ran again, were dropped; how many pushes were lost
+        with a server."""
+        return self.dispatcher.counts
+
+    def add_worker(self, address: str) -> int:
+        """Adds a worker while the job runs; it takes part as soon as it is there.
+
+        Args:
+            address: "host:port", where `stratagem serve` listens or will listen.
+
+        Returns:
+            Its index, which is new.
+        """
+        with _lock:
+            index, self._workers = self._workers, self._workers + 1
+        self.dispatcher.add_worker(f"worker {index}", address)
+        return index
+
+    def remove_worker(self, index: int) -> None:
+        """Lets a worker leave the job, when it has done what it has in hand. It is not stopped.
+
+        Raises:
+            ValueError: there never was such a worker.
+        """
+        if not 0 <= index < self._workers:
+            raise ValueError(
+                f"Expected the index of a worker, below {self._workers}. Got {index}. See "
+                "strategy.workers, and what add_worker has returned."
+            )
+        self.dispatcher.remove_worker(f"worker {index}")
+
     def create_per_worker_dataset(self, dataset_fn: Any) -> Any:
         """A dataset that each worker makes for itself, whole.
 
@@ -151,6 +192,7 @@ class ClusterCoordinator:
         """
         if isinstance(dataset_fn, DealtDataset):
             return dataset_fn
+        dataset_fn = getattr(dataset_fn, "python_function", dataset_fn)  # of a stratagem.function
         if not callable(dataset_fn):
             dataset = dataset_fn
             dataset_fn = lambda: dataset  # noqa: E731

@@ -52,6 +52,7 @@ class Crew:
 
     def __init__(self, setup: dict[str, Any], event: Callable[[Any], None]):
         self._setup, self._event = setup, event
+        self._hub: Any = None
         self._members: dict[str, Member] = {}
         self._iterators: dict[int, bytes] = {}
         self._opened: dict[int, Future[Any]] = {}
@@ -63,9 +64,24 @@ class Crew:
 
     def connect(self, hub: Any, workers: Sequence[tuple[str, str]]) -> None:
         """Connects to workers, which may come later."""
-        for index, (name, address) in enumerate(workers):
-            self._members[name] = Member(index, name, hub.connect(address, name))
+        self._hub = hub
+        for name, address in workers:
+            self.add(name, address)
         self.look()
+
+    def add(self, name: str, address: str) -> None:
+        """Connects to one more."""
+        index = int(name.rpartition(" ")[2])
+        self._members[name] = Member(index, name, self._hub.connect(address, name))
+
+    def stop(self, seconds: float) -> list[Any]:
+        """Tells all that are there that the job is done; gives what to wait for."""
+        there = [member.peer for member in self._members.values() if member.up is not None]
+        return [peer.post("stop", {}, seconds=seconds) for peer in there]
+
+    def incarnation(self, name: str) -> str:
+        """That of a worker which takes part."""
+        return self._members[name].up or ""
 
     def index(self, name: str) -> int:
         """The number of a worker."""
@@ -94,7 +110,7 @@ class Crew:
 
     def release(self, name: str) -> None:
         """A worker takes no part any more."""
-        self._members.pop(name)
+        self._hub.disconnect(self._members.pop(name).peer)
 
     def give_plan(
         self, name: str, family: int, key: str, plan: Any, wire: Callable[[Any], Any]

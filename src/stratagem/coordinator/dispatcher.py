@@ -23,13 +23,16 @@ from stratagem.coordinator import instructions as do
 from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.crew import Crew
 from stratagem.coordinator.guard import Guard
+from stratagem.coordinator.record import Record
 from stratagem.coordinator.plans import Plan
 from stratagem.coordinator.state import State, Terms
+from stratagem.coordinator.watermark import Watermark
 from stratagem.errors import PeerTimeoutError, RemoteError
 from stratagem.parameter_server.link import Link
 from stratagem.transport.message import Message
 
 _TICK_SECONDS = 0.25
+_STOP_SECONDS = 5.0
 
 _log = logging.getLogger("stratagem")
 
@@ -44,6 +47,7 @@ class Dispatcher:
         setup: what a worker is told first.
         staged: for a plan, the updates that wait for the commit of a round; None for all.
         told: what each server said of itself, see `Servers.hello`.
+        record: where it is noted what is finished; None: nowhere.
     """
 
     def __init__(
@@ -54,12 +58,17 @@ class Dispatcher:
         setup: dict[str, Any],
         staged: Callable[[Plan], list[Any] | None],
         told: list[dict[str, Any]],
+        record: Record | None = None,
     ):
         self._link, self._staged = link, staged
         self._changed = threading.Condition()
-        self._state = State(terms, time.monotonic())
+        self._record = record
+        resumed = None if record is None else record.resumed
+        self._state = State(terms, time.monotonic(), resumed)
+        self._lost = self._state.lost_pushes
         self._todo: deque[do.Instruction] = deque()
         self._closures: dict[int, Scheduled] = {}
+        self._batches: dict[tuple[str, int], Scheduled] = {}
         self._tracer = ThreadPoolExecutor(1, "stratagem-tracer")
         self._handlers: dict[type, Callable[[Any], None]] = {
             do.Dispatch: self._dispatch,
@@ -72,7 +81,7 @@ class Dispatcher:
             do.Resume: lambda i: _log.warning("Training goes on."),
             do.Released: lambda i: self._crew.release(i.worker),
             do.Resolve: self._resolve,
-            do.Counted: lambda i: None,
+            do.Counted: self._counted,
             do.Wake: lambda i: None,  # whoever waits is told after each event
             do.Warn: lambda i: _log.warning("%s", i.text),
         }
@@ -121,12 +130,31 @@ class Dispatcher:
                 if most is not None and len(self._closures) >= most:
                     self._changed.wait(1.0)
                     continue
+                batch = closure.batch
                 number, found = self._state.schedule(
-                    time.monotonic(), iterators=closure.family.iterators, pushes=closure.counts
-                )
+                    time.monotonic(), iterators=closure.family.iterators, pushes=closure.counts,
+                    dataset=None if batch is None else batch[0],
+                )  # fmt: skip
                 self._closures[number] = closure
+                if batch is not None:
+                    self._batches[batch] = closure
+                if self._record is not None:
+                    self._record.used(number)
                 self._add(found)
                 return
+
+    def begin_data(self, key: str) -> Watermark:
+        """Batches of a dataset are accounted for, with a record; gives those that are finished."""
+        with self._changed:
+            self._add(self._state.add_dataset(key, None, time.monotonic()))
+        return Watermark() if self._record is None else self._record.begin(key)
+
+    def end_data(self, key: str) -> None:
+        """All of a dataset is done, or nobody needs it any more."""
+        with self._changed:
+            self._add(self._state.release_dataset(key, time.monotonic()))
+        if self._record is not None:
+            self._record.release(key)
 
     def open_iterator(self, number: int, pickled: bytes, seconds: float) -> Any:
         """Has each worker open a per-worker iterator; gives the shapes of its first element.
@@ -164,11 +192,33 @@ class Dispatcher:
         with self._changed:
             return self._state.lost_pushes
 
-    def close(self) -> None:
-        """Traces nothing any more; the connections are those of the link."""
+    def add_worker(self, name: str, address: str) -> None:
+        """A further worker takes part as soon as it is there."""
+        self._link.thread.do(
+            lambda hub: self._crew.add(name, address), "a worker to be connected", 30
+        )
+        self._event(lambda s, now: s.add_worker(name, address, now))
+
+    def remove_worker(self, name: str) -> None:
+        """A worker leaves when it has answered what it has; it is not stopped."""
+        self._event(lambda s, now: s.remove_worker(name, now))
+
+    def close(self, stop_tasks: bool = False) -> None:
+        """Traces nothing any more; the connections are those of the link.
+
+        Args:
+            stop_tasks: whether workers and servers are told that the job is done.
+        """
+        if stop_tasks:
+            self._link.thread.do(self._stop, "tasks to be stopped", 2 * _STOP_SECONDS)
         self._tracer.shutdown(wait=False, cancel_futures=True)
 
     # The hub's thread.
+
+    def _stop(self, hub: Any) -> None:
+        tickets = [*self._crew.stop(_STOP_SECONDS), *self._guard.stop(_STOP_SECONDS)]
+        while not all(ticket.done for ticket in tickets):
+            hub.turn(0.1)
 
     def _add(self, found: Sequence[do.Instruction]) -> None:
         """Notes what is to be done, under the lock or before there are threads."""
@@ -201,11 +251,18 @@ class Dispatcher:
         self._crew.look()
         self._guard.look()
         self._event(lambda state, now: state.tick(now))
+        if self._record is not None and self._lost != self._state.lost_pushes:
+            self._lost = self._state.lost_pushes
+            self._record.lost(self._lost)
 
     def _dispatch(self, what: do.Dispatch) -> None:
         closure = self._closures.get(what.closure)
         if closure is None:
             return
+        if what.lease is not None:
+            closure = self._batches.get(tuple(what.lease), closure)
+            if what.fresh and self._record is not None:
+                self._record.leased(what.token, what.lease)
         for key, plan in list(closure.family.plans.items()):
             self._crew.give_plan(what.worker, closure.family.number, key, plan, self._plan_wire)
         fields = {
@@ -216,7 +273,11 @@ class Dispatcher:
             "round": what.round,
             "weight": 1.0 if closure.rows is None else float(closure.rows),
         }
-        arrays = closure.arguments(self._crew.index(what.worker))
+        try:
+            arrays = closure.arguments(self._crew.index(what.worker))
+        except ValueError as error:
+            self._ran(what, self._crew.incarnation(what.worker), error)
+            return
         self._crew.run(what.worker, fields, arrays, functools.partial(self._ran, what))
 
     def _plan_wire(self, plan: Plan) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -239,7 +300,7 @@ class Dispatcher:
         finished = functools.partial(
             State.finished, worker=what.worker, incarnation=incarnation, closure=what.closure
         )
-        if isinstance(answer, RemoteError):
+        if isinstance(answer, RemoteError | ValueError):
             self._event(lambda s, now: finished(s, outcome="error", result=answer, now=now))
             return
         if isinstance(answer, Exception):
@@ -272,6 +333,12 @@ class Dispatcher:
         except Exception as error:
             failed = error
             self._event(lambda s, now: finished(s, outcome="error", result=failed, now=now))
+
+    def _counted(self, what: do.Counted) -> None:
+        if what.lease is not None:
+            self._batches.pop(tuple(what.lease), None)
+            if self._record is not None:
+                self._record.counted(what)
 
     def _resolve(self, what: do.Resolve) -> None:
         closure = self._closures.pop(what.closure)

@@ -112,10 +112,10 @@ class Guard:
                 "commit", fields, seconds=_COMMIT_SECONDS, done=functools.partial(one, member)
             )
 
-    def stop(self) -> None:
-        """Tells all servers that the job is done."""
-        for member in self._members.values():
-            member.peer.post("stop", {}, seconds=_HELLO_SECONDS)
+    def stop(self, seconds: float) -> list[Any]:
+        """Tells all servers that are there that the job is done; gives what to wait for."""
+        there = [member.peer for member in self._members.values() if member.up is not None]
+        return [peer.post("stop", {}, seconds=seconds) for peer in there]
 
     def _ask(self, member: _Member) -> None:
         member.asked = True

@@ -212,7 +212,9 @@ def _dataset(make: Any) -> Any:
         for p in inspect.signature(make).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    return make(InputContext(1, 0, 1)) if takes else make()
+    made = make(InputContext(1, 0, 1)) if takes else make()
+    # `strategy.distribute_datasets_from_function(fn)` in it gives the function.
+    return _dataset(made) if callable(made) and not hasattr(made, "__iter__") else made
 
 
 def variant_key(elements: Mapping[tuple[int, int], Sequence[Any]]) -> str:

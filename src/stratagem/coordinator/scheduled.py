@@ -23,6 +23,7 @@ class Scheduled:
         counts: whether it changes variables (not an evaluation).
         rows: how many rows it trains on, if that is known; for weights in a synchronous round.
         keep: what is done with its local values, in the coordinator's thread.
+        batch: which batch of which accounted dataset it is for; None where that is not noted.
     """
 
     family: Family
@@ -31,7 +32,21 @@ class Scheduled:
     counts: bool = True
     rows: int | None = None
     keep: Any = None
+    batch: tuple[str, int] | None = None
 
     def arguments(self, worker: int) -> list[np.ndarray]:
-        """The arrays for a worker."""
-        return [a.values[worker] if isinstance(a, PerWorkerValues) else a for a in self.arrays]
+        """The arrays for a worker.
+
+        Raises:
+            ValueError: there is none for this worker in a PerWorkerValues.
+        """
+        return [_of(a, worker) if isinstance(a, PerWorkerValues) else a for a in self.arrays]
+
+
+def _of(values: PerWorkerValues, worker: int) -> np.ndarray:
+    if worker >= len(values.values):
+        raise ValueError(
+            f"PerWorkerValues: expected a value for each worker. Got {len(values.values)}, and "
+            f"worker {worker} is to run the function. Make it with one more value."
+        )
+    return values.values[worker]

@@ -10,7 +10,9 @@ from stratagem import config
 from stratagem.cluster.keys import Key
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.coordinator import serving
+from stratagem.coordinator.beside import Beside
 from stratagem.coordinator.cluster_coordinator import ClusterCoordinator
+from stratagem.coordinator.record import Record
 from stratagem.coordinator.worker import Worker
 from stratagem.parameter_server.task import ServerTask
 from stratagem.strategies import parameter_server
@@ -22,6 +24,8 @@ def install() -> None:
     parameter_server.serve_task[:] = [_serve_and_end]
     parameter_server.run_on_worker[:] = [_run_on_worker]
     parameter_server.begin[:] = [ClusterCoordinator]
+    parameter_server.open_record[:] = [Record]
+    parameter_server.start_beside[:] = [Beside]
 
 
 def _worker(cluster: ClusterSpec, index: int) -> Worker:

@@ -101,6 +101,7 @@ class _Computer:
         self._hub: Hub | None = None
         self._servers: Servers | None = None
         self._told: dict[str, Any] = {}
+        self._staleness = 0  # of the last push
         self._specs: dict[int, Spec] = {}
         self._families: dict[int, dict[str, _Variant]] = {}
         self._iterators: dict[int, Elements] = {}
@@ -233,7 +234,7 @@ class _Computer:
                 staged=variant.staged,
                 weight=fields["weight"],
             )
-            staleness = max(pushed.staleness, default=0)
+            staleness = self._staleness = max(pushed.staleness, default=0)
         return _outcome(
             "ok", variant=variant.plan, staleness=staleness, arrays=(*results, *local)
         )
@@ -257,6 +258,8 @@ class _Computer:
             return taken[iterator, turn][leaf]
         if given.kind == "worker":
             return np.asarray(self._index, given.dtype)
+        if given.kind == "staleness":  # how late the next push comes is not known: as the last one
+            return np.asarray(max(1, self._staleness), given.dtype)
         return np.asarray(fields["closure"] & 0xFFFFFFFF, given.dtype)
 
 

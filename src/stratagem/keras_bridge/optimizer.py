@@ -49,6 +49,9 @@ def _arrived(grads: Sequence[Any]) -> list[Any]:
     frame = context.current()
     if frame.trace is None or not (frame.strategy.central or frame.strategy.served):
         return list(grads)
+    if frame.strategy.served and frame.strategy.late_gradients == "divide":
+        late = primitives.given("staleness", (), (), "float32")
+        grads = [None if g is None else g / late.astype(jnp.asarray(g).dtype) for g in grads]
     return [None if g is None else primitives.arrived(jnp.asarray(g)) for g in grads]
 
 

@@ -29,6 +29,7 @@ class Layout:
     keeps_state = False  # True where a step may fail, and its inputs must survive it
     stands_for: Any = None  # the strategy whose steps this one compiles for other devices
     served = False  # True where variables live on parameter servers
+    late_gradients = "keep"  # what happens to those that were computed with old variables
     central = False  # True where variables live once, on a device that need not be a replica's
     _ops: CrossDeviceOps
 

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from stratagem.parameter_server.plan import Placement
 from stratagem.step.units import Home
 from stratagem.strategies import remote
 from stratagem.strategies.abstract import Strategy
+from stratagem.strategies.on_worker import OnWorker
 from stratagem.strategies.starts import start_of
 from stratagem.transport.hub import Hub
 from stratagem.transport.thread import HubThread
@@ -43,6 +45,10 @@ serve_task: list[Callable[[Any, str, int], NoReturn]] = []
 run_on_worker: list[Callable[..., Any]] = []
 # Likewise: makes the coordinator of a strategy, which looks after its tasks.
 begin: list[Callable[[Any], Any]] = []
+# Likewise: opens the journal in a directory, for a job of some id if none is there to go on with.
+open_record: list[Callable[[Path, str], Any]] = []
+# Likewise: `(cluster, index)` starts a worker in a process beside this one.
+start_beside: list[Callable[[Any, int], Any]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +108,10 @@ class ParameterServerStrategy(Strategy):
         consistency: "asynchronous", "synchronous" or "hybrid"; see `Consistency`.
         max_staleness: see `Consistency`.
         backup_workers: see `Consistency`.
+        late_gradients: "keep" applies a late gradient as it is; "divide" divides gradients by how
+            many other updates came between the read and the write of a step (Zhang et al.,
+            "Staleness-aware async-SGD", IJCAI 2016, for SGD; optimizers that scale gradients by
+            their size undo it in part). A worker takes the count of its last step.
         replication: 2 keeps each shard on two servers, so that the loss of one loses nothing.
         state_dir: where snapshots and the journal go; None for STRATAGEM_STATE_DIR, which
             `stratagem run` sets; "" for none. Without it a lost server cannot be restored (but see
@@ -125,6 +135,7 @@ class ParameterServerStrategy(Strategy):
         consistency: str = ASYNCHRONOUS,
         max_staleness: int | None = None,
         backup_workers: int = 0,
+        late_gradients: str = "keep",
         replication: int = 1,
         state_dir: str | os.PathLike[str] | None = None,
         snapshot_seconds: float = 600.0,
@@ -133,6 +144,11 @@ class ParameterServerStrategy(Strategy):
         resolver = TFConfigClusterResolver() if cluster_resolver is None else cluster_resolver
         self._resolver = resolver
         self.consistency = Consistency(consistency, max_staleness, backup_workers)
+        if late_gradients not in ("keep", "divide"):
+            raise ValueError(
+                f"late_gradients: expected 'keep' or 'divide'. Got {late_gradients!r}."
+            )
+        self.late_gradients = late_gradients
         cluster = resolver.cluster_spec()
         _check_cluster(cluster, resolver)
         if resolver.task_type in roles.SERVING and not _coordinates(cluster, resolver):
@@ -150,8 +166,17 @@ class ParameterServerStrategy(Strategy):
             )
         super().__init__(config.resolve_devices(None)[:1])
         self.job_id = secrets.token_hex(8)
+        self._beside: Any = None
+        if _coordinates(cluster, resolver):
+            self._beside = start_beside[0](cluster, 0)
+        self.record: Any = None
+        self.fits = 0  # calls of Keras' fit
+        self.unfinished: str | None = None  # the epoch at work, as the journal names it
+        if self.state_dir is not None:
+            self.record = open_record[0](Path(self.state_dir), self.job_id)
+            self.job_id = self.record.job
         self._connect(variable_partitioner, connect_seconds)
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         begin[0](self)
         _log.info(
             "Coordinator of %d workers and %d parameter servers, %s",
@@ -172,24 +197,34 @@ class ParameterServerStrategy(Strategy):
         try:
             servers = asking.do(make, "servers to be connected", seconds)
             servers.replicated = self.replication > 1
+            resumed = None if self.record is None else self.record.resumed
             self.told = asking.do(
-                lambda hub: servers.hello(start=True), f"answers of {where}", seconds + 10.0
-            )
+                lambda hub: servers.hello(start=resumed is None),
+                f"answers of {where}", seconds + 10.0,
+            )  # fmt: skip
+            for said in self.told:
+                said["ready"] = said["ready"] and said["job"] == self.job_id
             servers.seconds = _SECONDS
             thread = HubThread(lambda: Hub("coordinator", key), "stratagem-coordinator")
             self._threads.insert(0, thread)
             directory = None if self.state_dir is None else Path(self.state_dir)
             written = max((n for said in self.told for n in said["snapshots"]), default=0)
-            keeper = Keeper(servers, directory, servers.replicated, None, written)
+            complete = None if resumed is None else resumed.snapshot or None
+            noted = (lambda number: None) if self.record is None else self.record.snapshot
+            keeper = Keeper(servers, directory, servers.replicated, complete, written, noted)
             placement = Placement(len(self.servers), partitioner)
             self.link = Link(thread, asking, servers, placement, keeper)
         except BaseException:
             self._disconnect()
             raise
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, finished: bool = False) -> None:
         for thread in self._threads:
             thread.close()
+        if self.record is not None:
+            self.record.close(finished)
+        if self._beside is not None:
+            self._beside.close()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -201,12 +236,26 @@ class ParameterServerStrategy(Strategy):
         """Names of the servers' devices."""
         return tuple(f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(len(self.servers)))
 
-    def close(self) -> None:
-        """Ends this program's connections; the tasks wait for another coordinator."""
+    def close(self, stop_tasks: bool = False) -> None:
+        """Ends the job.
+
+        The end of the program does this, too, and stops the tasks; but where the program fails, the
+        tasks and the journal stay, so that the same program, started again, goes on.
+
+        Args:
+            stop_tasks: whether workers and servers end, or wait for another coordinator.
+        """
+        self._leave(finished=True, stop_tasks=stop_tasks)
+
+    def _at_exit(self) -> None:
+        failed = getattr(sys, "last_value", None) is not None  # what Python has printed
+        self._leave(finished=not failed, stop_tasks=not failed)
+
+    def _leave(self, finished: bool, stop_tasks: bool) -> None:
+        atexit.unregister(self._at_exit)
         if self.coordinator is not None:
-            self.coordinator.dispatcher.close()
-        self._disconnect()
-        atexit.unregister(self.close)
+            self.coordinator.dispatcher.close(stop_tasks)
+        self._disconnect(finished)
 
     # Variables.
 
@@ -293,6 +342,10 @@ class ParameterServerStrategy(Strategy):
         return dataset_fn
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def __reduce__(self) -> Any:
+        """Where a dataset function goes to a worker, what it asks the strategy is answered there."""
+        return OnWorker, ()
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,105 @@
+"""The journal of a job while it runs: who writes in it, and how a job begins and ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from stratagem.coordinator.instructions import Counted, Lease
+from stratagem.coordinator.journal import Journal
+from stratagem.coordinator.progress import Progress
+from stratagem.coordinator.watermark import Watermark
+
+_NAME = "journal"
+
+
+class Record:
+    """A journal that several threads may write in.
+
+    Args:
+        directory: of the job's state.
+        new_job: id of the job, if it begins now.
+
+    Attributes:
+        resumed: what was finished when this process began; None where the job begins.
+        job: id of the job.
+
+    Raises:
+        BackupError: another process has the journal open, or it cannot be written.
+        CorruptBackupError: it is damaged.
+    """
+
+    def __init__(self, directory: Path, new_job: str):
+        self._path = directory / _NAME
+        self._lock = threading.Lock()
+        self._journal = Journal(self._path)
+        self.resumed: Progress | None = self._journal.progress
+        if not self.resumed.next_token:  # no step was ever begun
+            self._journal.close()
+            self._path.unlink()
+            self._journal = Journal(self._path, new_job)
+            self.resumed = None
+        self.job = self._journal.progress.job
+
+    def used(self, number: int) -> None:
+        """A closure has this number."""
+        with self._lock:
+            self._journal.used(number)
+
+    def leased(self, token: int, lease: Lease) -> None:
+        """A batch is going to be pushed under a token."""
+        with self._lock:
+            self._journal.leased(token, lease)
+
+    def counted(self, what: Counted) -> None:
+        """A closure's effects are in."""
+        if what.lease is not None:
+            with self._lock:
+                self._journal.counted(what.token, what.lease, what.dropped, what.rows)
+
+    def lost(self, pushes: int) -> None:
+        """So many pushes were lost in all."""
+        with self._lock:
+            self._journal.lost(pushes)
+
+    def snapshot(self, number: int) -> None:
+        """A snapshot is complete."""
+        with self._lock:
+            self._journal.snapshot(number)
+
+    def mark(self, **where: Any) -> None:
+        """Where the program is."""
+        with self._lock:
+            self._journal.mark(**where)
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """Where the program was when the job was left; empty in a job that begins."""
+        return {} if self.resumed is None else self.resumed.mark
+
+    def begin(self, key: str) -> Watermark:
+        """A dataset is accounted for; gives its batches that are finished already."""
+        with self._lock:
+            self._journal.data(key, None)
+        known = None if self.resumed is None else self.resumed.data.get(key)
+        done = Watermark() if known is None else known.done
+        return Watermark(done.below, done.above)
+
+    def release(self, key: str) -> None:
+        """A dataset is done with."""
+        with self._lock:
+            self._journal.released(key)
+
+    def close(self, finished: bool) -> None:
+        """Ends writing.
+
+        Args:
+            finished: the job is done, and the next one in this directory begins anew.
+        """
+        with self._lock:
+            self._journal.close()
+            if finished:
+                self._path.unlink(missing_ok=True)
+                self._path.with_name(_NAME + ".lock").unlink(missing_ok=True)
+
