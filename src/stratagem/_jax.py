@@ -219,8 +219,8 @@ def share_compilations(writes: Callable[[], bool]) -> None:
         elif writes() and not calls:
             _compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
 
-    _cache_key._hash_accelerator_config = hash_devices
-    _compiler._cache_write = write
+    _cache_key._hash_accelerator_config = hash_devices  # type: ignore[assignment]
+    _compiler._cache_write = write  # type: ignore[assignment]
 
 
 def _processor() -> str:

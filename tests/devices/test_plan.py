@@ -262,8 +262,13 @@ def test_scripts_without_a_step(tmp_path, source, said, capfd):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--strategy", "ps"], "whose planning is planned and not there yet"),
-        ([], "expected --strategy, one of tpu, gpu, mirrored, mwms. Got none"),
+        (["--strategy", "ps"], "--workers: expected a number from 1 on with --strategy ps"),
+        (["--strategy", "ps", "--servers", "0"], "--servers: expected a number from 1 on"),
+        (["--strategy", "ps", "--topology", "cpu:2"], "expected --workers, --servers and"),
+        (["--strategy", "ps", "--max-staleness", "-1"], "max_staleness: expected None or a count"),
+        (["--strategy", "ps", "--table-rows", "x"], "--table-rows: expected a number from 1 on"),
+        (["--strategy", "tpu", "--workers", "2"], "--workers: expected --strategy ps with it. Got"),
+        ([], "expected --strategy, one of tpu, gpu, mirrored, mwms, ps. Got none"),
         ([], "expected --topology, such as v5e:8x8"),
         ([], "expected a SCRIPT to plan. Got none"),
         (["none.py"], "SCRIPT: expected a Python file. Got none.py"),
@@ -319,7 +324,7 @@ def test_calibration_is_written_beside_other_machines(tmp_path, monkeypatch, cap
     names = (
         "product convolution other memory_bandwidth host_bandwidth kernel_seconds device_alpha "
         "device_bandwidth process_alpha process_bandwidth"
-    ).split()
+    ).split() + list(machines.Serving.__dataclass_fields__)
     monkeypatch.setattr(plan.calibrate, "measure", lambda: dict.fromkeys(names, 3.5))
     text = machines.BUILT_IN.read_text()
     file = tmp_path / "settings" / "machines.toml"
@@ -329,6 +334,7 @@ def test_calibration_is_written_beside_other_machines(tmp_path, monkeypatch, cap
     found = machines.load(file)
     assert found["cpu"].peak == {"float32": 3.5, "conv float32": 3.5, "other": 3.5}
     assert found["cpu"].links[1].group_bandwidth == 3.5
+    assert found["cpu"].serving.row == 3.5
     assert found["v5e"] == machines.load()["v5e"]
     assert f"written to {file}" in capsys.readouterr().out
 

@@ -63,6 +63,7 @@ PROGRAMS = {
     "distributed_input": Ported(),
     "multi_worker_with_keras": Ported(workers=2, legacy=True),
     "multi_worker_ctl": Ported(workers=2, legacy=True),
+    "parameter_server": Ported(legacy=True),
 }
 
 

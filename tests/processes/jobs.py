@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +43,14 @@ def free_ports(count: int) -> list[int]:
     finally:
         for s in sockets:
             s.close()
+
+
+@functools.cache
+def compilations() -> str:
+    """A folder for what all jobs of this test run compile: many run the same programs."""
+    made = tempfile.TemporaryDirectory(prefix="stratagem-compiled-")
+    atexit.register(made.cleanup)
+    return made.name
 
 
 class Job:
@@ -85,7 +96,8 @@ class Job:
             env |= {
                 "TF_CONFIG": json.dumps(config),
                 "STRATAGEM_REHEARSE": f"cpu:{devices}",
-                "JAX_COMPILATION_CACHE_DIR": "",
+                "JAX_COMPILATION_CACHE_DIR": compilations(),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "PYTHONPATH": os.pathsep.join([str(PROGRAMS), env.get("PYTHONPATH", "")]),
                 **(environment or {}),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import sys
 import time
@@ -39,9 +40,20 @@ def killed(folder: Path, event: str, who: int, when: int) -> None:
         assert code == -signal.SIGKILL, job.processes[who].stdout.read()[-3000:]
 
 
-@pytest.mark.parametrize(("event", "who", "when"), [("kill", 1, 9), ("kill-saving", 0, 12)])
-def test_a_killed_job_goes_on_bit_for_bit(tmp_path, undisturbed, event, who, when):
-    killed(tmp_path, event, who, when)
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """What a job leaves whose worker 1 is killed after step 9."""
+    folder = tmp_path_factory.mktemp("killed")
+    killed(folder, "kill", 1, 9)
+    return folder
+
+
+@pytest.mark.parametrize("event", ["kill", "kill-saving"])
+def test_a_killed_job_goes_on_bit_for_bit(tmp_path, undisturbed, left_behind, event):
+    if event == "kill":
+        shutil.copytree(left_behind, tmp_path, dirs_exist_ok=True)
+    else:
+        killed(tmp_path, event, 0, 12)
     left = sorted(p.name for p in (tmp_path / "0").iterdir())
     if event == "kill-saving":
         assert any("tmp" in name for name in left), left
@@ -63,8 +75,8 @@ def test_sigterm_to_one_worker_saves_on_all_and_all_leave_with_42(tmp_path, undi
     assert [r["digest"] for r in results] == [undisturbed["digest"]] * WORKERS
 
 
-def test_a_backup_of_two_workers_goes_on_in_one_process(tmp_path):
-    killed(tmp_path, "kill", 1, 9)
+def test_a_backup_of_two_workers_goes_on_in_one_process(tmp_path, left_behind):
+    shutil.copytree(left_behind, tmp_path, dirs_exist_ok=True)
     (result,) = run_job("backing", 1, 2, str(tmp_path), "nothing", "0", "0")
     assert result["epochs"] == [1, 2]
 

@@ -12,7 +12,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "programs")]
 
-from ps_jobs import PsJob
+import networks
+from ps_jobs import PsJob, Tasks
 
 pytestmark = pytest.mark.processes
 ROWS, BATCH = 640, 16
@@ -42,18 +43,26 @@ def test_a_worker_is_killed_and_another_one_stopped(tmp_path):
     assert "has not been heard for" in job.output
 
 
-def test_a_server_is_killed_and_has_a_replica(tmp_path):
-    """With replication=2 nothing is lost, not one bit."""
+def test_servers_with_replicas_and_the_coordinator_are_killed(tmp_path):
+    """With replication=2 nothing is lost, not one bit; the coordinator goes on from its journal."""
     told = {"epochs": 3, "pause": 0.08, "strategy": {"replication": 2}}
-    with PsJob(tmp_path, "ps_counting", told) as job:
+    with PsJob(tmp_path, "ps_counting", told, "--max-restarts", "1") as job:
         job.reaches(0, 20)
         job.kill("ps", 0)
+        job.until(lambda: "is restored" in job.so_far(), "the first server to be restored")
+        job.reaches(1, 10)
+        job.kill("chief", 0)
         job.reaches(2, 10)
         job.kill("ps", 1)
         found = job.result()
     counted_once(found, 3)
-    assert "0 pushes to it are lost" in job.output
-    assert job.output.count("is restored") == 2
+    assert (tmp_path / "starts").read_text() == "xx"
+    assert job.output.count("0 pushes to it are lost") == 2
+    assert "This job goes on from its journal: fit 0 (counted from 0) begins with epoch 1 of 3" in (
+        job.output
+    )
+    assert found["rows"][0] < ROWS
+    assert found["rows"][1:] == [ROWS]
 
 
 def test_a_server_is_killed_and_comes_back_from_a_snapshot(tmp_path):
@@ -71,6 +80,21 @@ def test_a_server_is_killed_and_comes_back_from_a_snapshot(tmp_path):
     assert f"at most {found['lost']} pushes to it are lost" in job.output
 
 
+def test_all_is_killed_and_started_again(tmp_path):
+    """The job goes on from the snapshots; what they lack is reported."""
+    told = {"epochs": 3, "pause": 0.08, "strategy": {"snapshot_seconds": 1.0}}
+    state = tmp_path / "state"
+    with PsJob(tmp_path, "ps_counting", told, "--state-dir", str(state)) as job:
+        job.reaches(1, 20)
+    (tmp_path / "progress").unlink()
+    with PsJob(tmp_path, "ps_counting", told, "--state-dir", str(state), servers=3) as job:
+        found = job.result()
+    assert 0 < found["lost"]
+    missing = 3 * ROWS - sum(found["hits"])
+    assert 0 <= missing <= found["lost"] * BATCH
+    assert not (state / "journal").exists()  # the job is done: the next one begins anew
+
+
 def test_a_server_is_killed_and_nothing_was_kept(tmp_path):
     """An error at once, with who and what to do; never the initial values."""
     told = {"epochs": 50, "pause": 0.08, "strategy": {"state_dir": ""}}
@@ -82,3 +106,32 @@ def test_a_server_is_killed_and_nothing_was_kept(tmp_path):
         assert time.monotonic() - began < 30
     assert "Expected ps 1 at 127.0.0.1:" in job.output
     assert "Got neither a state directory with snapshots nor a replica" in job.output
+
+
+def test_the_network_is_cut_and_comes_back(tmp_path):
+    """Between all of the coordinator, workers and servers; at the end all tasks leave."""
+    if why := networks.missing():
+        pytest.skip(why)
+    told = {"epochs": 2, "pause": 0.05}
+    with networks.Cable() as cable:
+        first, second = cable.hosts
+        where = {"chief": [first], "worker": [first, second], "ps": [first, second]}
+        inside = {host: cable.inside()[i] for i, host in enumerate(cable.hosts)}
+        with Tasks(tmp_path, "ps_counting", told, where, inside) as tasks:
+            tasks.reaches(0, 20)
+            cable.cut()
+            time.sleep(3.0)
+            cable.mend()
+            found = tasks.result()
+    counted_once(found, 2)
+    assert found["rows"] == [ROWS] * 2
+
+
+def test_one_script_for_all_tasks_and_no_chief(tmp_path):
+    """Worker 0 coordinates, and serves beside that; all tasks end with the program."""
+    told = {"epochs": 1, "pause": 0.0}
+    here = "127.0.0.1"
+    with Tasks(tmp_path, "ps_counting", told, {"worker": [here] * 2, "ps": [here]}) as tasks:
+        found = tasks.result()
+    counted_once(found, 1)
+    assert (tmp_path / "starts").read_text() == "xxx"

@@ -154,12 +154,12 @@ def test_what_a_server_refuses():
     job = Job(1)
     with pytest.raises(ValueError, match="expected ids of rows to update"):
         job.servers[0].store.tables.admit(0, None, 1)
+    item = Item(job.unit, None, [("rows", np.ones((NOMINAL, 0), np.float32))])
     with pytest.raises(ValueError, match=r"expected values of shape \(0, 3\)"):
-        item = Item(job.unit, None, [("rows", np.ones((NOMINAL, 0), np.float32))])
         job.client.push(1, 0, [item])
+    other = Placement(1).place(9, "x", (4, 3), "float32")
     with pytest.raises(ValueError, match="a dynamic table that is here"):
-        placement = Placement(1)
-        table_calls.items(job.client, placement.place(9, "x", (4, 3), "float32"))
+        table_calls.items(job.client, other)
     with pytest.raises(ValueError, match="Expected a shard"):
         job.client.read(job.table, 0, 10)
     two = Job(2)

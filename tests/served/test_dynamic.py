@@ -130,5 +130,3 @@ def test_what_it_refuses(served):
             table(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"Use DynamicTable\.items"):
         table.table.numpy()
-
-

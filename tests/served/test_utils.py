@@ -1,7 +1,11 @@
-"""DatasetCreator: workers read the data of `fit` themselves. SidecarEvaluator: see tests/devices."""
+"""DatasetCreator: workers read the data of `fit`. SidecarEvaluator: see tests/devices."""
 
 from __future__ import annotations
 
+import sys
+import threading
+
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -68,3 +72,48 @@ def test_datasets_of_this_package(served):
     assert int(model.optimizer.iterations.numpy()) == 8
     model.fit(strategy.experimental_distribute_dataset(dataset), verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 12
+
+
+class Squares:
+    """Rows that are read where they are asked for, as of files."""
+
+    def __init__(self, directory, rows):
+        self._directory, self._rows = directory, rows
+
+    def __len__(self):
+        return self._rows
+
+    def __getitem__(self, i):
+        with (self._directory / f"{threading.current_thread().name}").open("a") as file:
+            file.write(f"{i}\n")
+        x = np.full(2, i, np.float32)
+        return x, x[:1] ** 2
+
+
+def rows_read(directory):
+    files = {path.name: path.read_text().split() for path in directory.iterdir()}
+    assert all("computes" in name for name in files), list(files)
+    return [int(i) for rows in files.values() for i in rows]
+
+
+@pytest.mark.parametrize("consistency", ["asynchronous", "synchronous"])
+def test_workers_read_rows_by_number(served, tmp_path, consistency):
+    """R81: a finite source ends the epoch by itself; each row once, read by who trains on it."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        strategy = served(2, 1, consistency=consistency)
+        with strategy.scope():
+            model = make_model()
+        source = Squares(tmp_path, 10)
+        dataset = stratagem.data.batches(source, 4, shuffle_seed=1)
+        model.fit(dataset, epochs=2, verbose=0)
+        read = rows_read(tmp_path)
+        found = model.predict(stratagem.data.batches(source, 4), verbose=0)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert int(model.optimizer.iterations.numpy()) == 2 * 3
+    extra = sum(read.count(i) - 2 for i in range(10))
+    assert {read.count(i) for i in range(10)} >= {2}
+    assert extra <= 4 * 4 + 2  # shapes that are new are looked at before they are trained on
+    x = np.arange(10, dtype=np.float32)[:, None].repeat(2, axis=1)
+    np.testing.assert_allclose(found, model.predict(x, verbose=0), rtol=1e-4)

@@ -12,7 +12,8 @@ import tomllib
 from pathlib import Path
 
 from stratagem import config
-from stratagem.cli import calibrate_measure
+from stratagem.cli import calibrate_measure, calibrate_servers
+from stratagem.planning.machines import Serving
 
 _MINUTES = 5
 _TEMPLATE = """\
@@ -27,6 +28,8 @@ kernel_seconds = {kernel_seconds:.3e}
 shared = {cores}
 peak = {{ float32 = {product:.3e}, "conv float32" = {convolution:.3e}, other = {other:.3e} }}
 source = {source}
+[cpu.serving]
+{serving}
 [[cpu.levels]]
 name = "memory"
 alpha = {device_alpha:.3e}
@@ -58,7 +61,8 @@ def act(path: Path) -> int:
         )
         return 1
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = _TEMPLATE.format(**measured, **_facts())
+    serving = "\n".join(f"{name} = {measured[name]:.3e}" for name in Serving.__dataclass_fields__)
+    text = _TEMPLATE.format(**measured, **_facts(), serving=serving)
     path.write_text(_others(path) + text)
     print(text)
     print(f"written to {path}")
@@ -76,7 +80,8 @@ def measure() -> dict[str, float]:
     alone = [sys.executable, "-m", module]
     pair = [sys.executable, "-m", "stratagem.cli", "run", "--workers", "2", "-m", module]
     found: dict[str, float] = {}
-    for command in ([*alone, "device"], [*alone, "devices"], [*pair, "processes"]):
+    server = [sys.executable, "-m", calibrate_servers.__name__]
+    for command in ([*alone, "device"], [*alone, "devices"], [*pair, "processes"], server):
         environment = {k: v for k, v in config.environment().items() if k != "TF_CONFIG"}
         done = subprocess.run(
             command,

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from stratagem import config
+from stratagem.cli.calibrate_measure import MARK
 from stratagem.cluster.keys import VARIABLE, Key
 from stratagem.coordinator.instructions import Dispatch, Instruction
 from stratagem.coordinator.state import State
@@ -31,7 +32,6 @@ from stratagem.parameter_server.plan import Placement, Spec, Unit
 from stratagem.parameter_server.task import ServerTask
 from stratagem.transport.hub import Hub
 
-MARK = "calibrated: "
 _REPEATS, _TIMES = 20, 5
 _START_SECONDS = 60.0
 _LARGE = 1 << 22  # float32 values of a variable that is larger than caches
@@ -137,7 +137,8 @@ _pushes.number = 0  # type: ignore[attr-defined]
 
 def _decide() -> float:
     """Seconds that the coordinator's state takes for a closure."""
-    state, flying = State(), []
+    state = State()
+    flying: list[Dispatch] = []
 
     def obey(found: Sequence[Instruction]) -> None:
         flying.extend(each for each in found if isinstance(each, Dispatch))
@@ -156,7 +157,7 @@ def _decide() -> float:
 
 
 def _least(call: Callable[[], Any]) -> float:
-    """The shortest of several means of a few calls each, in seconds; the first calls not counted."""
+    """The shortest of several means of a few calls each, in seconds; after a first one."""
     call()
     return min(_timed(lambda: [call() for _ in range(_TIMES)]) for _ in range(_REPEATS)) / _TIMES
 

@@ -6,14 +6,13 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from stratagem import config
-from stratagem.cli import calibrate, plan_plot, plan_show, plan_trace
+from stratagem.cli import calibrate, plan_plot, plan_servers, plan_show, plan_trace
+from stratagem.cli.plan_run import PlanError, environment, trace_process
 from stratagem.planning import machines, predict, topology
 from stratagem.planning.program import Program
 from stratagem.planning.topology import Topology
@@ -28,6 +27,7 @@ its first step, under any strategy or none; that step is traced, counted, and no
   stratagem plan --strategy tpu --topology v5e:8x8 train.py
   stratagem plan --strategy gpu --topology h100:8x16 train.py    8 GPUs a machine, 16 machines
   stratagem plan --strategy mirrored --topology cpu:4 train.py
+  stratagem plan --strategy ps --workers 16 --servers 4 train.py
   stratagem plan --calibrate                                     measures this machine
 """
 _EPILOG = """\
@@ -35,10 +35,6 @@ What is after the script or module belongs to it. Its output goes to standard er
 installed, memory and bytes of a TPU step are the TPU compiler's; else they are estimated.
 The exit code is 0; 1 if the script fails or runs no step, 2 for wrong options.
 """
-
-
-class PlanError(Exception):
-    """Why nothing can be planned, for the user to read."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.set_defaults(act=act)
     parser.add_argument("--strategy", choices=_STRATEGIES, help="which one is to train")
+    plan_servers.add_to(parser)
     parser.add_argument("--topology", metavar="MACHINE:SHAPE", help="such as v5e:8x8, h100:8x16")
     parser.add_argument(
         "--per-device-batch", type=int, metavar="N", help="rows of each device (as the script has)"
@@ -105,6 +102,8 @@ def act(options: argparse.Namespace) -> int:
         return _refuse(found, _USAGE_ERROR)
     if options.calibrate:
         return calibrate.act(user_file())
+    if options.strategy == "ps":
+        return _act_served(options)
     wanted = Config(
         options.script,
         options.module,
@@ -132,6 +131,20 @@ def act(options: argparse.Namespace) -> int:
     return 0
 
 
+def _act_served(options: argparse.Namespace) -> int:
+    """The same for parameter servers."""
+    try:
+        made = plan_servers.make(options, user_file())
+        if options.plot is not None:
+            plan_servers.draw(made, options.plot)
+    except ValueError as error:
+        return _refuse([str(error)], _USAGE_ERROR)
+    except (PlanError, ImportError) as error:
+        return _refuse([str(error)], _FAILED)
+    plan_servers.show(made, options.json)
+    return 0
+
+
 def faults(options: argparse.Namespace) -> list[str]:
     """A sentence for each fault of the options."""
     if options.calibrate:
@@ -144,14 +157,9 @@ def faults(options: argparse.Namespace) -> list[str]:
     elif not options.module and not Path(options.script).is_file():
         found.append(f"SCRIPT: expected a Python file. Got {options.script}, which is none.")
     if options.strategy is None:
-        found.append(f"expected --strategy, one of {', '.join(_STRATEGIES[:-1])}. Got none.")
-    if options.strategy == "ps":
-        found.append(
-            "--strategy ps: expected a synchronous strategy, "
-            f"{', '.join(_STRATEGIES[:-1])}. Got ps, parameter servers, whose planning is planned "
-            "and not there yet."
-        )
-    if options.topology is None:
+        found.append(f"expected --strategy, one of {', '.join(_STRATEGIES)}. Got none.")
+    found += plan_servers.faults(options)
+    if options.topology is None and options.strategy != "ps":
         found.append("expected --topology, such as v5e:8x8 or h100:8x16. Got none.")
     if options.per_device_batch is not None and options.per_device_batch < 1:
         found.append(f"--per-device-batch: expected at least 1. Got {options.per_device_batch}.")
@@ -203,41 +211,30 @@ def trace(wanted: Config, where: Topology) -> Program:
         PlanError: the script failed, or ended without a step.
     """
     kind = where.machine.kind
-    environment = dict(config.environment())
-    environment.pop("TF_CONFIG", None)  # Nobody else is there.
+    variables = environment()
     if kind != "cpu":
-        environment["STRATAGEM_REHEARSE"] = f"{kind}:1"
+        variables["STRATAGEM_REHEARSE"] = f"{kind}:1"
     compiler = ""
     if kind == "tpu" and importlib.util.find_spec("libtpu") is not None:
         compiler = str(where)
         # Or libtpu asks Google's metadata server what machine this is.
-        environment |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "program.json"
-        asked = plan_trace.Wanted(
-            out=str(out),
-            replicas=where.devices,
-            rows=wanted.per_device_batch or 0,
-            compiler=compiler,
-            module=wanted.module,
+        variables |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+    def asked(out: str) -> str:
+        return json.dumps(
+            dataclasses.asdict(
+                plan_trace.Wanted(
+                    out=out,
+                    replicas=where.devices,
+                    rows=wanted.per_device_batch or 0,
+                    compiler=compiler,
+                    module=wanted.module,
+                )
+            )
         )
-        command = [sys.executable, "-m", plan_trace.__name__, json.dumps(dataclasses.asdict(asked))]
-        done = subprocess.run(
-            [*command, wanted.script, *wanted.arguments], env=environment, stdout=2, check=False
-        )
-        counted = out.read_text() if out.is_file() else None
-    if counted:
-        return Program.from_json(counted)
-    if counted is not None:
-        raise PlanError(
-            f"{wanted.script}: expected a training step: fit, train_on_batch, strategy.run or a "
-            "stratagem.function. Got the end of the script without one. Give it the arguments with "
-            "which it trains."
-        )
-    raise PlanError(
-        f"{wanted.script}: expected it to run as far as its first training step. Got exit code "
-        f"{done.returncode} before; its own message is above. Correct it, and try it alone."
-    )
+
+    script = [wanted.script, *wanted.arguments]
+    return Program.from_json(trace_process(plan_trace.__name__, asked, script, variables))
 
 
 def user_file() -> Path:

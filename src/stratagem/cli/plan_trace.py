@@ -27,7 +27,7 @@ from stratagem.planning.program import Compiled, Program
 from stratagem.step import counting, invariance
 from stratagem.step.execute import Executor, Fit
 from stratagem.step.lower import boundary, evaluate
-from stratagem.strategies import DefaultStrategy, PlannedStrategy, Strategy
+from stratagem.strategies import DefaultStrategy, PlannedServers, PlannedStrategy, Strategy
 from stratagem.strategies.described import describe_slice
 from stratagem.values import PerReplica
 
@@ -70,29 +70,35 @@ class Caught(BaseException):
 def main(arguments: Sequence[str]) -> int:
     """Runs the script; returns the exit code."""
     wanted = Wanted(**json.loads(arguments[0]))
-    script, sys.argv = arguments[1], list(arguments[1:])
     planned = PlannedStrategy(wanted.replicas)
     asked: list[str] = []
     try:
         with replaced(planned, asked, wanted.rows), planned.scope():
-            if wanted.module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(script).resolve().parent)
-                runpy.run_path(script, run_name="__main__")
+            run_script(arguments[1:], wanted.module)
     except Caught as caught:
         program = count(caught, planned, asked, wanted)
         Path(wanted.out).write_text(program.to_json())
         return 0
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
     Path(wanted.out).write_text("")
     return 0
 
 
+def run_script(command: Sequence[str], module: bool) -> None:
+    """Runs a script with its arguments as Python does; one that exits with 0 has ended."""
+    script, sys.argv = command[0], list(command)
+    try:
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
 @contextlib.contextmanager
-def replaced(planned: PlannedStrategy, asked: list[str], rows: int = 0) -> Iterator[None]:
+def replaced(planned: Strategy, asked: list[str], rows: int = 0) -> Iterator[None]:
     """In the body every strategy that is made is `planned`, and the first step raises `Caught`.
 
     Args:
@@ -115,7 +121,8 @@ def replaced(planned: PlannedStrategy, asked: list[str], rows: int = 0) -> Itera
         compiled, _ = prepare(self, fn, args, kwargs, fit)
         raise Caught(_what(self, fn), compiled, batch)
 
-    made = [c for c in _subclasses(Strategy) if c not in (DefaultStrategy, PlannedStrategy)]
+    own_kinds = (DefaultStrategy, PlannedStrategy, PlannedServers)
+    made = [c for c in _subclasses(Strategy) if c not in own_kinds]
     own = {c: c.__dict__["__new__"] for c in made if "__new__" in c.__dict__}
     try:
         for cls in made:

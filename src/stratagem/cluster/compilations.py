@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from stratagem import config
 
 _CHOSEN = "JAX_COMPILATION_CACHE_DIR"
 _CACHES = "XDG_CACHE_HOME"
-_NICENESS = 10
 
 _log = logging.getLogger("stratagem")
 _threads: list[threading.Thread] = []
@@ -49,11 +46,7 @@ def ahead(lower: Callable[[], jax.stages.Lowered], what: str) -> None:
     def work() -> None:
         began = time.monotonic()
         try:
-            lowered = lower()
-            # Not before: who runs Python holds the lock that the steps need.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            lowered.compile()
+            lower().compile()
         except Exception as error:
             _log.info("Not compiled ahead: %s: %s: %s", what, type(error).__name__, error)
         else:
@@ -65,6 +58,10 @@ def ahead(lower: Callable[[], jax.stages.Lowered], what: str) -> None:
 
 
 def finish() -> None:
-    """Waits for what is being compiled: Python may not end in the middle of it."""
+    """Waits for what is being compiled.
+
+    Where Python ends, which it may not in the middle of it; and where processes are lost, who need
+    just that: to begin again would take longer.
+    """
     while _threads:
         _threads.pop().join()

@@ -90,6 +90,7 @@ class Job:
         Raises:
             PeerTimeoutError: the others did not come in time.
         """
+        compilations.finish()
         waits = self._member is None and hasattr(self, "channel")
         if self._member is None:
             self._member = self._connect()

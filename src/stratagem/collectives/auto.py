@@ -13,11 +13,14 @@ from stratagem.collectives.doubling import DoublingAllReduce
 from stratagem.collectives.nccl import NcclAllReduce
 from stratagem.collectives.packs import nbytes_of
 
-# Bytes in a round of messages up to which they are faster than XLA's own: of one value, and of all
-# together. From `stratagem run --workers 2 benchmarks/crossover.py`, on two busy cores: medians of
-# messages' time as a multiple of XLA's, within turns. One value, 2 processes: 1 MB 0.8, 3 MB 1.2,
-# 8 MB 1.2, 16 MB 3.2, 32 MB 1.8; 4 processes: 0.6, 1.0, 1.7, 2.8 (up to 16 MB). 8 values, 2
-# processes: 1 MB 0.6, 3 MB 0.7, 8 MB 0.6, 16 MB 0.7, 32 MB 2.8. The ring was never the fastest.
+# Bytes in a round of messages up to which they are about as fast as XLA's own, or faster: of one
+# value, and of all together. From `stratagem run --workers 2 benchmarks/crossover.py`, on two cores
+# that were busy with other things too: doubling's time as a multiple of XLA's, medians of three
+# runs. One value, 2 processes: 1 MB 0.9, 3 MB 1.2, 8 MB 1.2, 16 MB 3.2, 32 MB 1.8; 4 processes
+# (one run): 0.6, 1.0, 1.7, 2.8 (16 MB). 8 values, 2 processes (one run): 1 MB 0.6,
+# 3 MB 0.7, 8 MB 0.6, 16 MB 0.7, 32 MB 2.8. The ring was about as fast as
+# doubling for single values up to 3 MB, and took 30 times as long as XLA's for one of 8 MB with
+# small ones beside it between 3 processes.
 _LARGEST = 4 << 20
 _MOST = 16 << 20
 

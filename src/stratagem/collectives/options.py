@@ -38,7 +38,7 @@ class CommunicationOptions:
             of reach is noticed at once, or after 10 s, whatever the deadline.
         implementation: RING sends messages around a ring of the replicas, NCCL leaves the
             all-reduce to XLA (NCCL on GPUs, Gloo on CPUs), AUTO is NCCL except between processes on
-            CPUs, where it sends messages the cheapest way (`AutoAllReduce`).
+            CPUs, where it sends messages for what is not large (`AutoAllReduce`).
 
     Raises:
         ValueError: a negative number, or no CommunicationImplementation.

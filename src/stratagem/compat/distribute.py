@@ -85,3 +85,17 @@ TRAIN = Namespace(
     elsewhere=first_of(train),
 )
 ERRORS = Namespace("errors", {}, elsewhere=_part("errors"))
+
+
+def add_to(keras: Any) -> None:
+    """Gives `tf.keras` the names that Keras 2 has for parameter servers, and Keras 3 has not.
+
+    Args:
+        keras: the namespace of Keras 3 for programs of TensorFlow.
+    """
+    utils = stratagem.utils
+    keras.utils.experimental = Namespace(
+        "keras.utils.experimental", {"DatasetCreator": utils.DatasetCreator}
+    )
+    keras.utils.SidecarEvaluator = utils.SidecarEvaluator
+    keras.callbacks.SidecarEvaluatorModelExport = utils.SidecarEvaluatorModelExport

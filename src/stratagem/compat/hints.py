@@ -6,20 +6,9 @@ A hint holds for the name and all names below it. Names without one get `keras.o
 
 from __future__ import annotations
 
-_LATER = "Not in this version of Stratagem: "
-
 HINTS = {
-    # Strategies and their parts that a version may not have yet.
-    "distribute.ParameterServerStrategy": _LATER
-    + "use tf.distribute.MirroredStrategy, which is synchronous.",
-    "distribute.experimental.ParameterServerStrategy": _LATER
-    + "use tf.distribute.MirroredStrategy, which is synchronous.",
+    # Strategies and their parts.
     "distribute.experimental.rpc": "Use zmq, or another library for calls between processes.",
-    "distribute.coordinator": _LATER + "use strategy.run with a synchronous strategy.",
-    "distribute.experimental.coordinator": _LATER + "use strategy.run with a synchronous strategy.",
-    "distribute.experimental.partitioners": _LATER + "variables are whole on each device.",
-    "distribute.Server": _LATER
-    + "worker processes of a synchronous job run the program itself; none has to be served.",
     "distribute": "The names of tf.distribute that are here are those of the package stratagem.",
     "tpu": "Leave it out: JAX sets a TPU up by itself; jax.devices('tpu') lists its cores.",
     # Devices.

@@ -95,20 +95,29 @@ def dropout(
 def embedding_lookup(
     params: Any, ids: Any, max_norm: float | None = None, name: str | None = None
 ) -> jax.Array:
-    """Rows of a table `[rows, ...]` by number (tf.nn.embedding_lookup).
+    """Rows of a table `[rows, ...]` by number (tf.nn.embedding_lookup)."""
+    del name
+    return nn.embedding_lookup(_table(params), as_tensor(ids), max_norm)
 
-    Args:
-        params: the table: a tensor or variable.
-        ids: row numbers, any shape.
-        max_norm: rows longer than this are shrunk to it.
+
+def embedding_lookup_sparse(
+    params: Any, sp_ids: Any, sp_weights: Any = None, combiner: str | None = None,
+    max_norm: float | None = None, name: str | None = None, **form: Any,
+) -> jax.Array:  # fmt: skip
+    """Rows of a table, those of each example combined (tf.nn.embedding_lookup_sparse).
+
+    Ids come in a form of `stratagem.nn.embedding_lookup_sparse`, since there are no sparse tensors.
     """
     del name
-    rows = jnp.take(as_tensor(params), as_tensor(ids), axis=0)
-    if max_norm is None:
-        return rows
-    axes = tuple(range(as_tensor(ids).ndim, rows.ndim))
-    length = jnp.sqrt(jnp.sum(jnp.square(rows), axes, keepdims=True))
-    return rows * max_norm / jnp.maximum(length, max_norm)
+    return nn.embedding_lookup_sparse(
+        _table(params), sp_ids, sp_weights, combiner or "mean", max_norm, **form
+    )
+
+
+def _table(params: Any) -> Any:
+    """A table, or its shards, as they are; numbers in lists as a tensor."""
+    shards = isinstance(params, (list, tuple)) and all(hasattr(p, "shape") for p in params)
+    return params if shards or hasattr(params, "shape") else as_tensor(params)
 
 
 def bias_add(value: Any, bias: Any, name: str | None = None) -> jax.Array:
@@ -166,7 +175,8 @@ NAMES: dict[str, Any] = {
     for fn in (
         softmax, log_softmax, softmax_cross_entropy_with_logits,
         sparse_softmax_cross_entropy_with_logits, sigmoid_cross_entropy_with_logits, l2_loss,
-        l2_normalize, moments, leaky_relu, gelu, dropout, embedding_lookup, bias_add, conv2d,
+        l2_normalize, moments, leaky_relu, gelu, dropout, embedding_lookup,
+        embedding_lookup_sparse, bias_add, conv2d,
         max_pool2d, avg_pool2d, top_k, nn.compute_average_loss, nn.scale_regularization_loss,
     )
 } | {

@@ -114,6 +114,7 @@ data = _Namespace(
 
 # Keras 3, with the names of Keras 2 that it keeps for programs of TensorFlow.
 keras = _keras.tf_keras
+_distribute.add_to(keras)
 
 # Distribution.
 distribute = _distribute.NAMESPACE

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from stratagem.compat.tensors import as_tensor
+from stratagem.coordinator import PerWorkerVariable
 from stratagem.values import IndexedSlices
 from stratagem.variables import VariableAggregation, VariableSynchronization
 
@@ -35,6 +36,13 @@ class Variable(keras.Variable):
         ValueError: no initial value, one of another shape, or a declaration that a strategy
             refuses (synchronization NONE, MEAN of integers).
     """
+
+    def __new__(cls, *args: Any, per_worker_variable: bool = False, **kwargs: Any) -> Any:
+        """With `per_worker_variable`, a `coordinator.PerWorkerVariable`: no keras.Variable."""
+        if not per_worker_variable:
+            return super().__new__(cls)
+        names = ("initial_value", "dtype", "name")
+        return PerWorkerVariable(*args[:1], **{n: kwargs[n] for n in names if n in kwargs})
 
     def __init__(
         self,

@@ -107,10 +107,11 @@ class ClusterCoordinator:
     def submit(
         self, family: Family, arrays: list[Any], *, counts: bool = True, rows: int | None = None,
         most: int | None = None, batch: tuple[str, int] | None = None,
+        at: list[int] | None = None,
     ) -> RemoteValue:  # fmt: skip
         """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
         value = RemoteValue()
-        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add, batch)
+        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add, batch, at)
         self.dispatcher.schedule(closure, most)
         return value
 
@@ -196,9 +197,10 @@ class ClusterCoordinator:
         if not callable(dataset_fn):
             dataset = dataset_fn
             dataset_fn = lambda: dataset  # noqa: E731
-        return PerWorkerDataset(dataset_fn, self._open)
+        return PerWorkerDataset(dataset_fn, self.open_iterator)
 
-    def _open(self, pickled: bytes) -> PerWorkerIterator:
+    def open_iterator(self, pickled: bytes) -> PerWorkerIterator:
+        """Has each worker read what these bytes make: a dataset function, or NumberedBatches."""
         number = next(self._iterators)
         element = self.dispatcher.open_iterator(number, pickled, _OPEN_SECONDS)
         return PerWorkerIterator(number, element)

@@ -272,6 +272,7 @@ class Dispatcher:
             "below": what.below,
             "round": what.round,
             "weight": 1.0 if closure.rows is None else float(closure.rows),
+            "at": closure.at,
         }
         try:
             arrays = closure.arguments(self._crew.index(what.worker))
@@ -337,8 +338,8 @@ class Dispatcher:
     def _counted(self, what: do.Counted) -> None:
         if what.lease is not None:
             self._batches.pop(tuple(what.lease), None)
-            if self._record is not None:
-                self._record.counted(what)
+        if self._record is not None:
+            self._record.counted(what)
 
     def _resolve(self, what: do.Resolve) -> None:
         closure = self._closures.pop(what.closure)

@@ -57,6 +57,7 @@ class Flights:
             progress.snapshot,
         )
         self._servers.lost_pushes = progress.lost_pushes
+        self._servers.pushes = progress.since
         rule = terms.consistency
         self._window = Window(rule.max_staleness) if isinstance(rule, Bounded) else None
         self._rounds = Rounds(rule.backup, self._next) if isinstance(rule, Synchronous) else None

@@ -41,7 +41,6 @@ class Guard:
         link: to the servers.
         told: what each server said of itself when the job began or went on.
         event: tells the coordinator's state what has happened; any thread.
-        noted: is told how many pushes a server has lost, or None.
     """
 
     def __init__(self, link: Link, told: list[dict[str, Any]], event: Event):
@@ -51,7 +50,8 @@ class Guard:
 
     def connect(self, hub: Any) -> None:
         """Connects, beside the link; then `look` can be called."""
-        for index, (peer, told) in enumerate(zip(self._link.servers.peers, self._told, strict=True)):
+        peers = self._link.servers.peers
+        for index, (peer, told) in enumerate(zip(peers, self._told, strict=True)):
             up = told["incarnation"] if told["ready"] else None
             self._members[peer.name] = _Member(index, hub.connect(peer.address, peer.name), up)
 

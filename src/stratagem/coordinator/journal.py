@@ -107,9 +107,11 @@ class Journal:
         self._append(False, "lease", token, *lease)
 
     def counted(self, token: int, lease: Lease | None, dropped: bool, rows: int) -> None:
-        """A `Counted` instruction. One without a lease leaves nothing to remember."""
+        """A `Counted` instruction. Of one without a lease only that there was a push."""
         if lease is not None:
             self._append(False, "done", token, *lease, int(dropped), rows)
+        else:
+            self._append(False, "push")
 
     def released(self, key: str) -> None:
         """A dataset is not needed any more: its epoch is over."""
@@ -119,8 +121,12 @@ class Journal:
         """So many pushes have been lost with servers, in all."""
         self._append(True, "lost", pushes)
 
+    def asked(self) -> None:
+        """A snapshot has been asked for: what is finished from now on may not be in it."""
+        self._append(False, "asked")
+
     def snapshot(self, number: int) -> None:
-        """All servers have written a snapshot."""
+        """All servers have written the snapshot that was asked for last."""
         self._append(True, "snapshot", number)
 
     def mark(self, **where: Any) -> None:
@@ -261,8 +267,15 @@ def _apply(progress: Progress, record: Any) -> None:
     if kind == "lease":
         token, key, batch = values
         progress.data.setdefault(key, DataProgress()).open[batch] = token
+    elif kind == "push":
+        progress.since += 1
+        progress.asked += 1
+    elif kind == "asked":
+        progress.asked = 0
     elif kind == "done":
         _, key, batch, dropped, rows = values
+        progress.since += 1
+        progress.asked += 1
         data = progress.data.setdefault(key, DataProgress())
         data.open.pop(batch, None)
         if data.done.add(batch) and dropped:
@@ -280,6 +293,7 @@ def _apply(progress: Progress, record: Any) -> None:
         progress.lost_pushes = values[0]
     elif kind == "snapshot":
         progress.snapshot = values[0]
+        progress.since, progress.asked = values[1:] or (progress.asked, progress.asked)
     elif kind == "mark":
         progress.mark = dict(values[0])
     elif kind == _FORMAT:
@@ -296,7 +310,7 @@ def _records(progress: Progress) -> Iterator[tuple[Any, ...]]:
     yield _FORMAT, progress.job
     yield "tokens", progress.next_token
     yield "lost", progress.lost_pushes
-    yield "snapshot", progress.snapshot
+    yield "snapshot", progress.snapshot, progress.since, progress.asked
     yield "mark", progress.mark
     for key, data in progress.data.items():
         yield _whole(key, data)

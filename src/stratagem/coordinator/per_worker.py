@@ -15,6 +15,7 @@ import numpy as np
 
 from stratagem import context
 from stratagem.data import InputContext
+from stratagem.data.numbered import NumberedBatches
 from stratagem.step import primitives
 
 _reading: contextvars.ContextVar[Reading | None] = contextvars.ContextVar(
@@ -156,12 +157,18 @@ class Elements:
         self._back: list[list[np.ndarray]] = []
         self.tree: Any = None
 
-    def take(self) -> list[np.ndarray]:
+    def take(self, at: Sequence[int] | None = None) -> list[np.ndarray]:
         """The next element's leaves.
+
+        Args:
+            at: which one, of `data.numbered.NumberedBatches`; they have no next one.
 
         Raises:
             StopIteration: there is none.
         """
+        if at is not None:
+            leaves, self.tree = jax.tree.flatten(self._make.read(*at))
+            return [as_array(leaf) for leaf in leaves]
         if self._back:
             return self._back.pop(0)
         token = _worker_index.set(self._index)
@@ -175,11 +182,13 @@ class Elements:
 
     def put_back(self, elements: Sequence[list[np.ndarray]]) -> None:
         """What was taken in vain comes next again."""
-        self._back[:0] = elements
+        if not isinstance(self._make, NumberedBatches):
+            self._back[:0] = elements
 
     def spec(self) -> Any:
         """Shapes and dtypes of the next element, as a structure."""
-        element = self.take()
+        first = (0, 0, 0, 1 << 62)
+        element = self.take(first if isinstance(self._make, NumberedBatches) else None)
         self.put_back([element])
         return self.spec_of(element)
 

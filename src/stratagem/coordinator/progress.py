@@ -37,6 +37,8 @@ class Progress:
         data: accounted datasets that are not released, by key.
         lost_pushes: how many pushes lost servers have lost in all.
         snapshot: number of the last snapshot that all servers have written.
+        since: how many pushes were finished since that snapshot was asked for; at most.
+        asked: likewise, since a snapshot was asked for last, which need not be written yet.
         mark: what the program said last of where it is, such as its epoch and step.
     """
 
@@ -45,4 +47,6 @@ class Progress:
     data: dict[str, DataProgress] = field(default_factory=dict)
     lost_pushes: int = 0
     snapshot: int = 0
+    since: int = 0
+    asked: int = 0
     mark: dict[str, Any] = field(default_factory=dict)

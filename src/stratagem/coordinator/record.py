@@ -54,14 +54,18 @@ class Record:
 
     def counted(self, what: Counted) -> None:
         """A closure's effects are in."""
-        if what.lease is not None:
-            with self._lock:
-                self._journal.counted(what.token, what.lease, what.dropped, what.rows)
+        with self._lock:
+            self._journal.counted(what.token, what.lease, what.dropped, what.rows)
 
     def lost(self, pushes: int) -> None:
         """So many pushes were lost in all."""
         with self._lock:
             self._journal.lost(pushes)
+
+    def asked(self) -> None:
+        """A snapshot is asked for."""
+        with self._lock:
+            self._journal.asked()
 
     def snapshot(self, number: int) -> None:
         """A snapshot is complete."""

@@ -24,6 +24,7 @@ class Scheduled:
         rows: how many rows it trains on, if that is known; for weights in a synchronous round.
         keep: what is done with its local values, in the coordinator's thread.
         batch: which batch of which accounted dataset it is for; None where that is not noted.
+        at: which rows its worker reads; see `data.numbered`.
     """
 
     family: Family
@@ -33,6 +34,7 @@ class Scheduled:
     rows: int | None = None
     keep: Any = None
     batch: tuple[str, int] | None = None
+    at: list[int] | None = None
 
     def arguments(self, worker: int) -> list[np.ndarray]:
         """The arrays for a worker.

@@ -80,7 +80,8 @@ class Servers:
 
     def add(self, name: str, where: str) -> None:
         """A server belongs to the job."""
-        server = self._all.setdefault(name, _Server(name, where, kept=self.pushes))
+        kept = 0 if self._resumed else self.pushes
+        server = self._all.setdefault(name, _Server(name, where, kept=kept))
         server.where = where or server.where
 
     def up(

@@ -198,7 +198,7 @@ class _Computer:
         if not variants:
             return _outcome("needs-program", specs=None)
         for iterator, turn in next(iter(variants.values())).elements:
-            taken[iterator, turn] = self._take(iterator)
+            taken[iterator, turn] = self._take(iterator, fields["at"])
         variant = variants.get(variant_key(taken))
         if variant is None:
             specs = {key: self._iterators[key[0]].spec_of(e) for key, e in taken.items()}
@@ -239,9 +239,9 @@ class _Computer:
             "ok", variant=variant.plan, staleness=staleness, arrays=(*results, *local)
         )
 
-    def _take(self, iterator: int) -> list[np.ndarray]:
+    def _take(self, iterator: int, at: Sequence[int] | None) -> list[np.ndarray]:
         try:
-            return self._iterators[iterator].take()
+            return self._iterators[iterator].take(at)
         except StopIteration:
             raise _Ended(iterator) from None
 

@@ -146,6 +146,16 @@ class RowBatches(SelfDescribed):
         self._seed = shuffle_seed
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the rows are arrays of this process."""
+        return isinstance(self._store, _Arrays)
+
+    @property
+    def rows(self) -> int:
+        """Of one pass, those that are left out too."""
+        return self._store.rows
+
+    @property
     def spec(self) -> Any:
         """Structure of `TensorSpec` of a batch."""
         rows = self.batch_size if self.drop_remainder else None

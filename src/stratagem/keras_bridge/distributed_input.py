@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from stratagem import _keras
+from stratagem.coordinator import ClusterCoordinator
 from stratagem.data import (
     DatasetWithOptions,
     DistributedDataset,
@@ -17,8 +18,9 @@ from stratagem.data import (
     FileBatches,
     RowBatches,
 )
+from stratagem.data import numbered
 from stratagem.data.dealt import DealtDataset
-from stratagem.keras_bridge.on_workers import CreatorAdapter, DatasetCreator, here
+from stratagem.keras_bridge.on_workers import CreatorAdapter, DatasetCreator, NumberedPass
 from stratagem.values import PerReplica, is_distributed
 
 
@@ -54,20 +56,25 @@ def adapt(data: Any, strategy: Any) -> Any:
     Leaves other data as they are: Keras reads them.
     """
     if isinstance(data, DatasetCreator):
-        data = CreatorAdapter(data, strategy) if strategy.served else here(data)
+        if strategy.served:
+            return CreatorAdapter(data, strategy)
+        data = strategy.distribute_datasets_from_function(data.dataset_fn, data.input_options)
     if strategy.served:
-        return iterated(data)
+        return iterated(data, strategy)
     if isinstance(data, (DatasetWithOptions, FileBatches, RowBatches)):
         data = strategy.experimental_distribute_dataset(data)
     return DistributedAdapter(data, strategy) if isinstance(data, DistributedDataset) else data
 
 
-def iterated(data: Any) -> Any:
-    """Data that only this package knows, for a strategy that deals out batches as they come."""
+def iterated(data: Any, strategy: Any) -> Any:
+    """Data that only this package knows, for a strategy that deals out batches as they come.
+
+    Workers read what can be read by its number; the rest the coordinator reads.
+    """
     if isinstance(data, DatasetWithOptions):
         data = data.dataset
     known = isinstance(data, (FileBatches, RowBatches, DealtDataset))
-    return DealtAdapter(data) if known else data
+    return DealtAdapter(data, strategy) if known else data
 
 
 class DealtAdapter(_keras.DataAdapter):
@@ -75,17 +82,24 @@ class DealtAdapter(_keras.DataAdapter):
 
     Args:
         dataset: iterable anew for each epoch.
+        strategy: served.
     """
 
     batch_size = None
     has_partial_batch = None
     partial_batch_size = None
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: Any, strategy: Any):
         self._dataset = dataset
+        self._there: Any = None  # the iterator of the workers
+        data = numbered.pickled(dataset) if isinstance(dataset, RowBatches) else None
+        if data is not None and len(dataset):
+            self._there = ClusterCoordinator(strategy).open_iterator(data)
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """The batches of one pass."""
+        """The batches of one pass, or what stands for them where workers read them."""
+        if self._there is not None:
+            return NumberedPass(self._dataset, self._there)
         return self.get_numpy_iterator()
 
     def get_numpy_iterator(self) -> Iterator[Any]:

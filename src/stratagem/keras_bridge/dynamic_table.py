@@ -74,7 +74,7 @@ class DynamicTable(keras.layers.Layer):
     def build(self, input_shape: Any = None) -> None:
         """Makes the table, which is empty."""
         del input_shape
-        if self.built:
+        if "table" in self.__dict__:
             return
         with dynamic_policy(self.policy):
             self.table = self.add_weight(

@@ -11,13 +11,13 @@ import numpy as np
 from stratagem import _keras
 from stratagem.coordinator import ClusterCoordinator
 from stratagem.coordinator.remote_value import RemoteValue
-from stratagem.data import InputContext, InputOptions
+from stratagem.data import InputContext, InputOptions, RowBatches
 from stratagem.data.policy import check_input_options
 
 
 class DatasetCreator:
     """A function that makes a dataset, for `fit`: where the model trains on workers, each of them
-    calls it and reads its own dataset.
+    calls it and reads its own dataset. (Elsewhere: `strategy.distribute_datasets_from_function`.)
 
     Without `steps_per_epoch` an epoch is all of it: it ends when the datasets of all workers have
     ended. Each worker reads what the function gives there, so that it should tell workers apart
@@ -56,11 +56,11 @@ class OnWorkers:
     """One tensor of a batch that a worker will read: its shape and dtype, as Keras asks for them.
 
     Args:
-        batches: whose batch.
+        batches: whose batch, or which.
         spec: of the first batch.
     """
 
-    def __init__(self, batches: WorkerBatches, spec: jax.ShapeDtypeStruct):
+    def __init__(self, batches: WorkerBatches | Numbered, spec: jax.ShapeDtypeStruct):
         self.batches = batches
         self.shape, self.dtype = tuple(spec.shape), np.dtype(spec.dtype)
         self.ndim = len(self.shape)
@@ -85,6 +85,59 @@ class WorkerBatches(Iterator[Any]):
     def scheduled(self, value: RemoteValue) -> None:
         """Notes a step, which may find that the data have ended."""
         self._last = [v for v in self._last if v.ended or not v.done()] + [value]
+
+
+class Numbered:
+    """One batch that some worker reads by its number.
+
+    Args:
+        iterator: of the workers.
+        number: of the pass.
+        step: which batch of it.
+        rows: how many it has.
+    """
+
+    def __init__(self, iterator: Any, number: int, step: int, rows: int):
+        self.iterator, self.rows = iterator, rows
+        self._place = [number, step]
+
+    def at(self, cut: slice) -> list[int]:
+        """Where some of its rows are."""
+        return [*self._place, cut.start, cut.stop]
+
+
+class NumberedPass(Iterator[Any]):
+    """One pass over numbered batches: a stand-in for each. It can begin anywhere, for backups.
+
+    Args:
+        batches: as the program made them.
+        iterator: of the workers.
+    """
+
+    def __init__(self, batches: RowBatches, iterator: Any):
+        self._batches, self._iterator = batches, iterator
+        self.set_state({"pass": batches.passes, "step": 0})
+
+    def __next__(self) -> Any:
+        if self._step >= len(self._batches):
+            raise StopIteration
+        start = self._step * self._batches.batch_size
+        rows = min(self._batches.batch_size, self._batches.rows - start)
+        batch = Numbered(self._iterator, self._number, self._step, rows)
+        self._step += 1
+        return jax.tree.map(
+            lambda spec: OnWorkers(batch, jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)),
+            self._iterator.element_spec,
+        )
+
+    def get_state(self) -> dict[str, int]:
+        """As of `RowBatches`."""
+        return {"pass": self._number, "step": self._step}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """As of `RowBatches`."""
+        self._number, self._step = state["pass"], state["step"]
+        self._batches.passes = self._number + 1
 
 
 class CreatorAdapter(_keras.DataAdapter):
@@ -116,12 +169,7 @@ class CreatorAdapter(_keras.DataAdapter):
         )
 
 
-def batches_of(batch: Any) -> WorkerBatches | None:
+def batches_of(batch: Any) -> WorkerBatches | Numbered | None:
     """Where a batch comes from that a worker reads; None for one that is here."""
     first: Sequence[Any] = jax.tree.leaves(batch)[:1]
     return first[0].batches if first and isinstance(first[0], OnWorkers) else None
-
-
-def here(creator: DatasetCreator) -> Any:
-    """The dataset of a creator, where the model trains in this process."""
-    return creator(InputContext(1, 0, 1))

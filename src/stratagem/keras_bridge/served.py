@@ -22,7 +22,7 @@ from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
 from stratagem.keras_bridge.hooks import wrap
-from stratagem.keras_bridge.on_workers import WorkerBatches, batches_of
+from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
 from stratagem.keras_bridge.state import state_groups
 from stratagem.strategies.parameter_server import ASYNCHRONOUS
 
@@ -58,6 +58,9 @@ class ServedStep:
         self._last: Any = None
         self._logs: dict[str, Any] = {}
         self._looked = 0.0
+        self._key: str | None = None  # of the epoch, where it is noted what is finished
+        self._finished: Any = ()
+        self._count = 0  # closures of the epoch, finished ones too
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Schedules as many steps as there are in an execution; StopIteration where data end."""
@@ -69,9 +72,20 @@ class ServedStep:
                 break
         if self._kind == "predict":
             return later(values, self._tree), state
+        if not values:  # finished before this process began
+            return self._logs, state
         if self._first is None:
             self._first, self._looked = values[0], 0.0
         return self._latest(), state
+
+    def account(self, key: str | None, finished: Any) -> None:
+        """An epoch begins, whose batches are noted.
+
+        Args:
+            key: names it in the journal; None: no more of it.
+            finished: numbers of closures that were finished before, and are skipped.
+        """
+        self._key, self._finished, self._count = key, finished or (), 0
 
     def settle(self) -> None:
         """Waits for all that was scheduled; the metrics then hold it."""
@@ -80,15 +94,29 @@ class ServedStep:
 
     def _schedule(self, batch: Any) -> list[RemoteValue]:
         """One step: a closure, or in synchronous training one for each worker's share of rows."""
-        if (elsewhere := batches_of(batch)) is not None:
+        elsewhere = batches_of(batch)
+        if isinstance(elsewhere, WorkerBatches):
             return [self._read_there(elsewhere)]
-        batch = jax.tree.map(np.asarray, batch)
-        rows = next((len(x) for x in jax.tree.leaves(batch) if np.ndim(x)), 1)
+        if isinstance(elsewhere, Numbered):
+            rows = elsewhere.rows
+        else:
+            batch = jax.tree.map(np.asarray, batch)
+            rows = next((len(x) for x in jax.tree.leaves(batch) if np.ndim(x)), 1)
         sizes = [n for n in split_rows(rows, self._shares, RebatchRule.EVEN) if n]
-        return [
-            self._submit(jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch), n)
-            for n, cut in zip(sizes, row_slices(sizes), strict=True)
-        ]
+        values = []
+        for n, cut in zip(sizes, row_slices(sizes), strict=True):
+            number, self._count = self._count, self._count + 1
+            if number in self._finished:
+                continue
+            noted = None if self._key is None else (self._key, number)
+            if isinstance(elsewhere, Numbered):
+                at = elsewhere.at(cut)
+                value = self._submit(elsewhere.iterator, n, self._next_step, noted, at)
+            else:
+                part = jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch)
+                value = self._submit(part, n, noted=noted)
+            values.append(value)
+        return values
 
     def _read_there(self, batches: WorkerBatches) -> RemoteValue:
         """A step on the next batch of the worker that runs it."""
@@ -104,13 +132,16 @@ class ServedStep:
     def _next_step(self, iterator: Any) -> Any:
         return self._step(next(iterator))
 
-    def _submit(self, batch: Any, rows: int | None, step: Any = None) -> RemoteValue:
+    def _submit(
+        self, batch: Any, rows: int | None, step: Any = None, noted: Any = None, at: Any = None
+    ) -> RemoteValue:
         with self._strategy.scope():
             family, arrays = self._plans.find(step or self._step, (batch,), {})
         self._tree = next(iter(family.plans.values())).parts.out_tree
         value = self._coordinator.submit(
-            family, arrays, counts=self._kind == "train", rows=rows, most=self._most
-        )
+            family, arrays, counts=self._kind == "train", rows=rows, most=self._most,
+            batch=noted, at=at,
+        )  # fmt: skip
         if self._kind != "predict":
             value.add_done_callback(self._done)
         return value

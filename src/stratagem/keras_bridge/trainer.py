@@ -20,7 +20,7 @@ from stratagem.data import RebatchRule, split_rows
 from stratagem.data.placement import Placement
 from stratagem.data.split import row_slices
 from stratagem.errors import StrategyMismatchError
-from stratagem.keras_bridge import backup, workers
+from stratagem.keras_bridge import backup, served_fit, workers
 from stratagem.keras_bridge.ahead import Ahead
 from stratagem.keras_bridge.distributed_input import GlobalBatch, adapt, as_global, join
 from stratagem.keras_bridge.handover import value_from
@@ -103,6 +103,8 @@ def _in_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: adapt(data, strategy) for name, data in kwargs.items()}
     args, kwargs = workers.prepare(strategy, original, args, kwargs)
     with strategy.scope():
+        if strategy.served and original.__name__ == "fit":
+            return served_fit.fit(original, self, strategy, *args, **kwargs)
         return original(self, *args, **kwargs)
 
 

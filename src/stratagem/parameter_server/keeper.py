@@ -35,7 +35,7 @@ class Keeper:
         replicated: whether each server's state is on another one, too.
         complete: number of the last snapshot that is complete on all servers.
         written: number of the last snapshot that any server has.
-        noted: is told the number of each snapshot that is complete.
+        noted: is told the number of each snapshot that is complete, and None when one is asked for.
 
     Attributes:
         complete: the last one, or None.
@@ -48,7 +48,7 @@ class Keeper:
         replicated: bool,
         complete: int | None = None,
         written: int = 0,
-        noted: Callable[[int], None] = lambda number: None,
+        noted: Callable[[int | None], None] = lambda number: None,
     ):
         self._servers, self._directory, self._replicated = servers, directory, replicated
         self.complete, self._number, self._noted = complete, max(written, complete or 0), noted
@@ -186,6 +186,7 @@ class Keeper:
                 "room there, or give another one."
             ))  # fmt: skip
             return
+        self._noted(None)
         keep = number if self.complete is None else self.complete
         self._servers.post_snapshot(number, keep, _SNAPSHOT_SECONDS, one)
 

@@ -218,7 +218,7 @@ class Link:
         self.failed = error
 
     def _change(self, spec: Spec, op: str, value: np.ndarray, rows: Any, what: str) -> None:
-        if self._goes_on and spec.vid in self._known:  # what the program does before its first step, done before
+        if self._goes_on and spec.vid in self._known:  # it was done before, when the job began
             self.keeper.ignores(spec)
             return
         with self._lock:

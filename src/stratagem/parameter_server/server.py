@@ -241,7 +241,8 @@ class ParameterServer:
         return self.mirrors.serve(request, said)
 
     _handlers: Mapping[str, Callable[[ParameterServer, Request, Fields], Answer | None]] = {
-        "hello": _hello, "status": _status, "stop": _stop, "pull": _pull, "read": _read, "table": _table,
+        "hello": _hello, "status": _status, "stop": _stop, "pull": _pull, "read": _read,
+        "table": _table,
         "create": _create, "snapshot": _take_snapshot, "restore": _restore, "recover": _recover,
         "mirror": _mirror, "mirror_state": _mirror, "mirror_rows": _mirror,
     }  # fmt: skip

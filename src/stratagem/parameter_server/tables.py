@@ -7,7 +7,7 @@ id without a row the values that it would start with, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -156,13 +156,13 @@ class Tables:
         found = dict(zip(names, arrays, strict=True))
         fixed = [found.pop(name) for name in _FIXED]
         ids, touched, seen, times, seen_touched = fixed
-        columns = {name: values for name, values in found.items() if name in self._tables}
+        columns: dict[Hashable, np.ndarray] = {
+            name: values for name, values in found.items() if name in self._tables
+        }
         mine = None
         if server is not None:
             mine = deal(len(self._columns[vid].shards)) == server
-        self._tables[vid].restore(
-            Piece(ids, touched, columns, seen, times, seen_touched), mine
-        )
+        self._tables[vid].restore(Piece(ids, touched, columns, seen, times, seen_touched), mine)
 
 
 def in_order(ids: np.ndarray, servers: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stratagem.planning.program import Program
@@ -45,7 +45,7 @@ class Table:
 
     Attributes:
         name: of it.
-        rows: that it has.
+        rows: that it has; 0 for a dynamic table, which grows.
         row_bytes: of one.
         mentions: row numbers of a step, each time that one is named counted.
         distinct: rows of a step, each once.
@@ -125,27 +125,38 @@ def on_each(loads: Iterable[Load], servers: int) -> list[Load]:
 def on_others(loads: Sequence[Load], servers: int) -> list[Load]:
     """The same on another number of servers.
 
-    Sharded variables are divided evenly; others go round robin, as `Placement` has them.
+    Variables that are in one piece go round robin, as `Placement` has them. Others are divided into
+    as many consecutive parts as there are servers; within a shard all rows are alike.
     """
-    moved = [
-        Load(**{**asdict(load), "server": index % servers})
-        for index, load in enumerate(load for load in loads if not load.sharded)
-    ]
-    spread = [_share(load, servers) for load in loads if load.sharded]
-    each = on_each(moved, servers)
-    for share in spread:
-        each = [_plus(one, share) for one in each]
-    return each
+    whole = [load for load in loads if not load.sharded]
+    moved = [replace(load, server=index % servers) for index, load in enumerate(whole)]
+    shards: dict[str, list[Load]] = {}
+    for load in loads:
+        if load.sharded:
+            shards.setdefault(load.name, []).append(load)
+    for parts in shards.values():
+        moved += _divided(parts, servers)
+    return on_each(moved, servers)
+
+
+def _divided(shards: Sequence[Load], servers: int) -> list[Load]:
+    """Equal shards, by their rows, as other equal shards."""
+    found = []
+    for index in range(servers):
+        start, stop = index / servers, (index + 1) / servers
+        for at, shard in enumerate(shards):
+            shared = min(stop, (at + 1) / len(shards)) - max(start, at / len(shards))
+            if shared > 0:
+                found.append(_times(replace(shard, server=index), shared * len(shards)))
+    return found
 
 
 _SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated")
 
 
 def _plus(a: Load, b: Load) -> Load:
-    sums = {name: getattr(a, name) + getattr(b, name) for name in _SIZES}
-    return Load(a.name, a.server, a.sharded, **sums)
+    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in _SIZES})
 
 
-def _share(load: Load, servers: int) -> Load:
-    parts = {name: getattr(load, name) / servers for name in _SIZES}
-    return Load(load.name, load.server, load.sharded, **parts)
+def _times(load: Load, factor: float) -> Load:
+    return replace(load, **{name: getattr(load, name) * factor for name in _SIZES})

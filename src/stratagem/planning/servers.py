@@ -6,7 +6,7 @@ same time; each of their resources does one thing at a time. Of W workers the ra
     min(W / T, 1 / D)
 
 steps a second: T is the time of a step that nobody disturbs, D the longest that a step keeps one
-resource busy (asymptotic bounds of a closed network; Denning, Buzen, Computing Surveys 10(3), 1978).
+resource busy (asymptotic bounds; P. Denning, J. Buzen, Computing Surveys 10(3), 1978).
 From W = T / D on the servers are saturated. For a model of n bytes, pulled and pushed whole from k
 servers of B bytes a second, 1 / D is k*B/n: a round of p workers takes p*n/(k*B), as formulas for
 parameter servers on machines of their own have it (Jiang et al., BytePS, OSDI 2020, table 1).
@@ -154,7 +154,7 @@ def costs(step: Served, machine: Machine, servers: int | None = None) -> Costs:
     else:
         loads = served.on_others(step.loads, servers)
     return Costs(
-        tuple(_exchange(load, s) for load in loads if load.pulled or load.pushed),
+        tuple(_exchange(load, s) for load in loads if load.pulled or load.updated),
         predict.compute(step.work, machine),
         s.dispatch + (step.sent + step.returned) / s.encrypt,
         step.sent,
@@ -167,7 +167,7 @@ def _exchange(load: Load, s: Serving) -> Exchange:
     pull = push = 0.0
     if load.pulled:
         pull = s.message + load.rows * s.row + (load.asked + load.pulled) / s.copy
-    if load.pushed:
+    if load.updated:
         push = s.message + load.touched * s.row + load.pushed / s.copy + load.updated / s.update
     return Exchange(load.asked, load.pulled, load.pushed, pull, push, load.touched > 0)
 

@@ -17,5 +17,6 @@ from stratagem.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from stratagem.strategies.planned import PlannedStrategy as PlannedStrategy
+from stratagem.strategies.planned_servers import PlannedServers as PlannedServers
 from stratagem.strategies.tpu import RunOptions as RunOptions
 from stratagem.strategies.tpu import TPUStrategy as TPUStrategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -24,7 +25,7 @@ from stratagem.parameter_server.link import Link
 from stratagem.parameter_server.partitioners import Partitioner
 from stratagem.parameter_server.plan import Placement
 from stratagem.step.units import Home
-from stratagem.strategies import remote
+from stratagem.strategies import remote, served_cluster
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.on_worker import OnWorker
 from stratagem.strategies.starts import start_of
@@ -150,11 +151,11 @@ class ParameterServerStrategy(Strategy):
             )
         self.late_gradients = late_gradients
         cluster = resolver.cluster_spec()
-        _check_cluster(cluster, resolver)
-        if resolver.task_type in roles.SERVING and not _coordinates(cluster, resolver):
+        served_cluster.check(cluster, resolver)
+        if resolver.task_type in roles.SERVING and not served_cluster.coordinates(cluster, resolver):
             serve_task[0](cluster, resolver.task_type, resolver.task_id)
-        self.workers = _tasks(cluster, "worker")
-        self.servers = _tasks(cluster, "ps")
+        self.workers = served_cluster.tasks(cluster, "worker")
+        self.servers = served_cluster.tasks(cluster, "ps")
         given = config.environment().get(STATE_DIR) if state_dir is None else state_dir
         self.state_dir = given or None
         self.snapshot_seconds = snapshot_seconds
@@ -167,7 +168,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(config.resolve_devices(None)[:1])
         self.job_id = secrets.token_hex(8)
         self._beside: Any = None
-        if _coordinates(cluster, resolver):
+        if served_cluster.coordinates(cluster, resolver):
             self._beside = start_beside[0](cluster, 0)
         self.record: Any = None
         self.fits = 0  # calls of Keras' fit
@@ -210,13 +211,20 @@ class ParameterServerStrategy(Strategy):
             directory = None if self.state_dir is None else Path(self.state_dir)
             written = max((n for said in self.told for n in said["snapshots"]), default=0)
             complete = None if resumed is None else resumed.snapshot or None
-            noted = (lambda number: None) if self.record is None else self.record.snapshot
-            keeper = Keeper(servers, directory, servers.replicated, complete, written, noted)
+            keeper = Keeper(
+                servers, directory, servers.replicated, complete, written, self._note_snapshot
+            )
             placement = Placement(len(self.servers), partitioner)
             self.link = Link(thread, asking, servers, placement, keeper)
         except BaseException:
             self._disconnect()
             raise
+
+    def _note_snapshot(self, number: int | None) -> None:
+        if self.record is not None and number is None:
+            self.record.asked()
+        elif self.record is not None:
+            self.record.snapshot(number)
 
     def _disconnect(self, finished: bool = False) -> None:
         for thread in self._threads:
@@ -311,6 +319,12 @@ class ParameterServerStrategy(Strategy):
             return super().run(fn, args, kwargs, options)
         return run_on_worker[0](self, fn, tuple(args), kwargs or {})
 
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """As of other strategies, for the one replica of a step. Meant for scheduled functions."""
+        if context.current().trace is None:
+            _warn_unscheduled("reduce")
+        return super().reduce(reduce_op, value, axis)
+
     def call_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`stratagem.function` outside of `schedule`: on a worker, waiting for the result."""
         return run_on_worker[0](self, fn, args, kwargs)
@@ -344,7 +358,7 @@ class ParameterServerStrategy(Strategy):
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def __reduce__(self) -> Any:
-        """Where a dataset function goes to a worker, what it asks the strategy is answered there."""
+        """In a dataset function that goes to a worker, what it finds there in its place."""
         return OnWorker, ()
 
     def __repr__(self) -> str:
@@ -354,28 +368,11 @@ class ParameterServerStrategy(Strategy):
         )
 
 
-def _check_cluster(cluster: Any, resolver: ClusterResolver) -> None:
-    roles.validate(cluster, resolver.task_type, resolver.task_id)
-    missing = [job for job in roles.SERVING if not (job in cluster.jobs and cluster.num_tasks(job))]
-    if missing:
-        raise ValueError(
-            f"cluster_spec: expected workers and parameter servers (ps). Got {cluster.as_dict()}, "
-            f"without {' and '.join(missing)}. Add their addresses, or use "
-            "MultiWorkerMirroredStrategy, which needs no servers."
-        )
-    if resolver.task_type == "evaluator":
-        raise ValueError(
-            "task_type: expected the coordinator (chief), a worker or a ps. Got 'evaluator', which "
-            "takes no part in training. Evaluate checkpoints there, with "
-            "stratagem.utils.SidecarEvaluator."
-        )
-
-
-def _coordinates(cluster: Any, resolver: ClusterResolver) -> bool:
-    """Whether worker 0 is the coordinator too, as in clusters without a chief."""
-    return "chief" not in cluster.jobs and (resolver.task_type, resolver.task_id) == ("worker", 0)
-
-
-def _tasks(cluster: Any, job: str) -> list[tuple[str, str]]:
-    """Name and address of each task of a job."""
-    return [(f"{job} {i}", cluster.task_address(job, i)) for i in cluster.task_indices(job)]
+@functools.cache
+def _warn_unscheduled(method: str) -> None:
+    _log.warning(
+        "strategy.%s of a ParameterServerStrategy was called outside of a scheduled function: the "
+        "coordinator computes it, and workers wait meanwhile. Call it in a function that you pass "
+        "to ClusterCoordinator.schedule.",
+        method,
+    )

@@ -1,4 +1,4 @@
-"""A strategy of workers and parameter servers that are not there: for tracing, see `cli/plan.py`."""
+"""A strategy whose workers and servers are not there: for tracing steps, see `cli/plan.py`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from stratagem import variables
 from stratagem.data.dealt import DealtDataset, DealtIterator
 from stratagem.parameter_server.partitioners import Partitioner
 from stratagem.parameter_server.plan import Placement, Spec
-from stratagem.strategies import remote
 from stratagem.strategies.abstract import Strategy
-from stratagem.strategies.parameter_server import Consistency, ParameterServerStrategy
+from stratagem.strategies.parameter_server import (
+    ASYNCHRONOUS,
+    Consistency,
+    ParameterServerStrategy,
+)
 
 _KEPT_BYTES = 1 << 16  # values up to this size are there to be read, such as a learning rate
 
@@ -35,6 +39,10 @@ class PlannedServers(ParameterServerStrategy):
     """
 
     described = True
+    cluster_resolver = None  # type: ignore[assignment]  # there is no cluster
+    rule: Consistency | None
+    link: Any
+    _planned: PlannedLink
 
     def __init__(
         self,
@@ -43,26 +51,35 @@ class PlannedServers(ParameterServerStrategy):
         **settings: Any,
     ):
         del cluster_resolver
-        self.link.placed_by(variable_partitioner)
+        self._planned.placed_by(variable_partitioner)
         self.partitioner = repr_of(variable_partitioner)
         rule = {k: settings[k] for k in ("max_staleness", "backup_workers") if k in settings}
-        self.consistency = Consistency(settings.get("consistency", "asynchronous"), **rule)
+        said = Consistency(settings.get("consistency", ASYNCHRONOUS), **rule)
+        self.consistency = self.rule or said
 
     @classmethod
-    def of(cls, workers: int, servers: int) -> PlannedServers:
-        """A strategy of so many tasks, none of which is there."""
+    def of(cls, workers: int, servers: int, rule: Consistency | None = None) -> PlannedServers:
+        """A strategy of so many tasks, none of which is there.
+
+        Args:
+            workers: how many.
+            servers: how many.
+            rule: instead of the script's; None for that, or for none.
+        """
         self = cls.__new__(cls)
-        self._resolver = None
+        self.rule = rule
         self.workers = [(f"worker {i}", "planned") for i in range(workers)]
         self.servers = [(f"ps {i}", "planned") for i in range(servers)]
         self.state_dir, self.replication, self.snapshot_seconds = None, 1, float("inf")
         self.job_id, self.partitioner = "planned", ""
-        self.consistency = Consistency()
-        self.link = PlannedLink(servers)
-        Strategy.__init__(self, _one_device())
+        self.told, self.record = [], None  # there is no job that could go on
+        self.consistency = rule or Consistency()
+        self._planned = PlannedLink(servers)
+        self.link = self._planned
+        Strategy.__init__(self, jax.local_devices()[:1])
         return self
 
-    def close(self) -> None:
+    def close(self, stop_tasks: bool = False) -> None:
         """Nothing is open."""
 
     def refuse(self, what: str) -> None:
@@ -87,7 +104,7 @@ class PlannedLink:
 
     Attributes:
         specs: of all variables, by number.
-        paths: which of them are trainable is the variables' own business; here are their names.
+        servers: how many there are.
     """
 
     def __init__(self, servers: int):
@@ -102,12 +119,16 @@ class PlannedLink:
         self._placement = Placement(self.servers, partitioner)
 
     def create(
-        self, name: str, shape: Sequence[int], dtype: str, start: Any, beside: int | None = None
-    ) -> Spec:
-        """Gives a variable its place."""
+        self, name: str, shape: Sequence[int], dtype: str, start: Any, beside: int | None = None,
+        policy: Any = None,
+    ) -> Spec:  # fmt: skip
+        """Gives a variable its place; of a dynamic table, each server its part of the ids."""
         vid = next(self._numbers)
         reference = None if beside is None else self.specs[beside]
-        spec = self._placement.place(vid, name, tuple(shape), dtype, reference)
+        if policy is not None or (reference is not None and reference.dynamic is not None):
+            spec = self._placement.spread(vid, name, shape, dtype, {}, reference)
+        else:
+            spec = self._placement.place(vid, name, tuple(shape), dtype, reference)
         self.specs[vid] = spec
         if isinstance(start, np.ndarray) and start.nbytes <= _KEPT_BYTES:
             self._values[vid] = np.array(start)
@@ -146,8 +167,7 @@ def repr_of(partitioner: Any) -> str:
     """A partitioner as a report names it; empty for none."""
     if partitioner is None:
         return ""
-    settings = ", ".join(
-        f"{name.lstrip('_')}={value}" for name, value in sorted(vars(partitioner).items())
-    ) if hasattr(partitioner, "__dict__") else ""  # fmt: skip
     name = getattr(partitioner, "__name__", type(partitioner).__name__)
-    return f"{name}({settings})"
+    settings = getattr(partitioner, "__dict__", {}) if isinstance(partitioner, Partitioner) else {}
+    said = ", ".join(f"{key.lstrip('_')}={value}" for key, value in sorted(settings.items()))
+    return f"{name}({said})"

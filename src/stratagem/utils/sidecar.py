@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from stratagem import train
 from stratagem.errors import BackupMismatchError, CorruptBackupError, PeerTimeoutError
+from stratagem.recovery.checkpoint import Checkpoint, latest_checkpoint
 
 _POLL_SECONDS = 1.0
 _LOG_SECONDS = 60.0  # between the lines that say that it waits
@@ -31,7 +31,8 @@ class SidecarEvaluator:
     Args:
         model: compiled, with the variables of the one that is trained. If it has been built with
             an optimizer, checkpoints may also hold `optimizer=`.
-        data: a dataset, or a tuple of arrays `(x, y[, sample_weight])`, as `model.evaluate` takes them.
+        data: a dataset, or a tuple of arrays `(x, y)` or `(x, y, sample_weight)`, as
+            `model.evaluate` takes them.
         checkpoint_dir: where the checkpoints are.
         steps: batches of each evaluation; None for all of the data.
         max_evaluations: ends after so many; None: goes on until the deadline.
@@ -90,15 +91,18 @@ class SidecarEvaluator:
         return logs
 
     def _evaluate(self, path: Path) -> dict[str, float]:
-        data = self.data if isinstance(self.data, tuple) else (self.data,)
-        named = dict(zip(("x", "y", "sample_weight"), data, strict=False))
-        logs = self.model.evaluate(
-            **named, steps=self.steps, verbose=0, return_dict=True, callbacks=self.callbacks
-        )
+        logs = self._run(self.steps, self.callbacks)
         self.evaluations += 1
         shown = ", ".join(f"{name}: {float(value):.4g}" for name, value in logs.items())
         _log.info("Evaluation %d, of %s: %s", self.evaluations, path.name, shown)
         return {name: float(value) for name, value in logs.items()}
+
+    def _run(self, steps: int | None, callbacks: list[Any]) -> dict[str, Any]:
+        data = self.data if isinstance(self.data, tuple) else (self.data,)
+        named = dict(zip(("x", "y", "sample_weight"), data, strict=False))
+        return self.model.evaluate(
+            **named, steps=steps, verbose=0, return_dict=True, callbacks=callbacks
+        )
 
     def _next(self) -> Path:
         """Waits for a checkpoint that was not evaluated yet."""
@@ -126,7 +130,7 @@ class SidecarEvaluator:
         found = [(path, Path(path).stat().st_mtime) for path in paths]
         settled = time.time() - min(_SETTLED_SECONDS, self.seconds / 2)
         found = [f for f in found if f[1] <= settled]
-        latest = train.latest_checkpoint(self.directory) if self.directory.is_dir() else None
+        latest = latest_checkpoint(self.directory) if self.directory.is_dir() else None
         if latest is not None:
             found.append((latest, Path(latest).stat().st_mtime))
         return max(found, key=lambda f: (f[1], f[0]), default=None)
@@ -141,11 +145,13 @@ class SidecarEvaluator:
             self._restore(path)
 
     def _restore(self, path: Path) -> None:
+        if not self.evaluations:
+            self._run(1, [])  # metrics get their variables at the first batch
         try:
-            train.Checkpoint(model=self.model).restore(path)
+            Checkpoint(model=self.model).restore(path)
         except BackupMismatchError:  # it has the optimizer, too
             optimizer = self.model.optimizer
-            train.Checkpoint(model=self.model, optimizer=optimizer).restore(path)
+            Checkpoint(model=self.model, optimizer=optimizer).restore(path)
 
 
 class SidecarEvaluatorModelExport(keras.callbacks.Callback):

@@ -1,0 +1,119 @@
+"""Where a `fit` under ParameterServerStrategy stands, noted in the job's journal.
+
+A coordinator that is started again runs its program again. Each call of `fit` finds in the journal
+which epochs are finished, and of the one that was at work which batches: these are not trained
+again. Batches have numbers in the order in which they are drawn, so the data of an epoch must
+come in the same order again: the random state that the epoch began with is noted, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from stratagem.coordinator.watermark import Watermark
+from stratagem.keras_bridge.backup import Feed, FitObserver
+from stratagem.recovery import randomness
+
+_log = logging.getLogger("stratagem")
+
+
+class ServedFit(FitObserver):
+    """A callback that notes what is finished, and skips what is.
+
+    Args:
+        model: that is trained.
+        strategy: its strategy, with a record.
+    """
+
+    def __init__(self, model: Any, strategy: Any):
+        super().__init__()
+        self._fitted, self._strategy, self._record = model, strategy, strategy.record
+        self._dispatcher = strategy.coordinator.dispatcher
+        self._number = strategy.fits
+        strategy.fits += 1
+        at = self._record.at
+        self._at = at if at.get("fit", -1) == self._number else {}
+        self._finished = at.get("fit", -1) > self._number
+        self._key: str | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Keras tells the model; to read `self.model` would take the state out of the loop."""
+
+    def after_train_begin(self, feed: Feed) -> None:
+        """Skips epochs that are finished."""
+        if not self._finished and not self._at:
+            return
+        epochs = self.params["epochs"]
+        first = epochs if self._finished else self._at["epoch"]
+        _log.warning(
+            "This job goes on from its journal: fit %d (counted from 0) begins with epoch %d of "
+            "%d. The history has the epochs from there on, and metrics of the first of them the "
+            "batches from here on.",
+            self._number, first, epochs,
+        )  # fmt: skip
+        if feed.iterator.steps_per_epoch:
+            _log.warning(
+                "steps_per_epoch: expected None in a job that goes on, so that the batches of each "
+                "epoch are the same again. Got %d: which rows they have depends on the dataset.",
+                feed.iterator.steps_per_epoch,
+            )
+        self._fitted._initial_epoch = first
+        feed.stack.callback(setattr, self._fitted, "_initial_epoch", None)
+
+    def after_epoch_begin(self, epoch: int) -> None:
+        """Accounts for the batches of an epoch."""
+        random = self._at.get("random") if self._at.get("epoch") == epoch else None
+        if random is not None:
+            randomness.set_state(random)
+        self._record.mark(fit=self._number, epoch=epoch, random=randomness.get_state())
+        if self._strategy.unfinished is not None:  # of a fit that has failed
+            self._dispatcher.end_data(self._strategy.unfinished)
+        self._key = self._strategy.unfinished = f"fit {self._number} epoch {epoch}"
+        self._step(self._key, self._dispatcher.begin_data(self._key))
+
+    def after_epoch(self, epoch: int) -> None:
+        """An epoch is finished."""
+        self._record.mark(fit=self._number, epoch=epoch + 1)
+        self._release()
+
+    def after_train(self) -> None:
+        """All are."""
+        self._record.mark(fit=self._number + 1, epoch=0)
+
+    def end(self) -> None:
+        """`fit` is left, however; an epoch that was not finished stays in the journal."""
+        self._step(None, None)
+
+    def _step(self, key: str | None, done: Watermark | None) -> None:
+        step = self._fitted.train_function
+        if step is not None:
+            step.account(key, done)
+
+    def _release(self) -> None:
+        if self._key is not None:
+            self._step(None, None)
+            self._dispatcher.end_data(self._key)
+            self._key = self._strategy.unfinished = None
+
+
+def fit(original: Callable[..., Any], model: Any, strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    """`fit` of a model of a served strategy; with a record it is noted what is finished."""
+    if strategy.record is None:
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    observer = ServedFit(model, strategy)
+    callbacks = bound.arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.append(observer)
+    else:
+        several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        bound.arguments["callbacks"] = [*(c for c in several if c is not None), observer]
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        observer.end()
