@@ -2,6 +2,7 @@
 
     python benchmarks/plan_validation.py            both parts
     python benchmarks/plan_validation.py published  what others have published; takes no time
+    python benchmarks/plan_validation.py ps         parameter servers, with 1 and 2 workers
 
 The first part needs a calibrated machine (`stratagem plan --calibrate`) and a quiet one. It
 predicts and measures the training steps of an MLP and of a small CNN on 1, 2, 4 and 8 virtual
@@ -24,8 +25,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from stratagem.cli import plan
-from stratagem.planning import allreduce, machines, predict, topology
+from stratagem.cli import plan, plan_servers
+from stratagem.planning import allreduce, machines, predict, served_plan, topology
 from stratagem.planning.machines import Link, Machine
 
 ROWS = 64  # on each device
@@ -39,6 +40,10 @@ _MARK = "measured: "
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["step"]:
         return train(arguments[1], *map(int, arguments[2:]))
+    if arguments[:1] == ["serve"]:
+        return train_served(arguments[1])
+    if arguments in ([], ["ps"]):
+        served()
     if arguments in ([], ["here"]):
         here()
     if arguments in ([], ["published"]):
@@ -131,7 +136,11 @@ def measured(model: str, devices: int, processes: int) -> float:
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "stratagem.cli", "run", "--workers", str(processes)]
-    command += [__file__, "step", model, str(devices), str(processes)]
+    return _run([*command, __file__, "step", model, str(devices), str(processes)])
+
+
+def _run(command: list[str]) -> float:
+    """The largest figure that a job prints."""
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     done = subprocess.run(
         command,
@@ -143,6 +152,76 @@ def measured(model: str, devices: int, processes: int) -> float:
     )
     lines = [line for line in done.stdout.splitlines() if _MARK in line]
     return max(float(line.partition(_MARK)[2]) for line in lines)
+
+
+# With parameter servers on this machine.
+
+SERVED = ("lookup", "dense")
+SERVED_STEPS = 100
+WORKERS = (1, 2)
+
+
+def train_served(model_name: str) -> int:
+    """What is measured and planned: `fit` with parameter servers. Prints seconds a step."""
+    strategy = stratagem.ParameterServerStrategy()
+    with strategy.scope():
+        if model_name == "lookup":
+            x = keras.Input((26,), dtype="int32")
+            rows = layers.Embedding(200_000, 64, name="table")(x)
+            y = layers.Dense(1)(layers.GlobalAveragePooling1D()(rows))
+        else:
+            x = keras.Input((512,))
+            y = layers.Dense(1)(layers.Dense(512, activation="relu")(x))
+        model = keras.Model(x, y)
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    rng = np.random.default_rng(0)
+    count = 256 * SERVED_STEPS
+    data = (
+        rng.integers(0, 200_000, (count, 26)).astype("int32")
+        if model_name == "lookup"
+        else rng.normal(size=(count, 512)).astype("float32")
+    )
+    times = []
+    clock = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: times.append(-time.perf_counter()),
+        on_epoch_end=lambda epoch, logs: times.append(time.perf_counter()),
+    )
+    targets = np.ones((count, 1), "float32")
+    model.fit(data, targets, batch_size=256, epochs=4, verbose=0, callbacks=[clock])
+    epochs = [begin + end for begin, end in zip(times[::2], times[1::2], strict=True)]
+    print(_MARK + json.dumps(float(np.median(epochs[1:])) / SERVED_STEPS), flush=True)
+    return 0
+
+
+def served() -> None:
+    machine = machines.load(plan.user_file())["cpu"]
+    print(f"{machine.title}. {machine.source}\n")
+    print("| model | workers | ps | predicted | measured | predicted / measured |")
+    print("|---|---|---|---|---|---|")
+    for model in SERVED:
+        for workers in WORKERS:
+            expected = predicted_served(machine, model, workers)
+            seen = measured_served(model, workers)
+            rates = f"{expected:.1f} steps/s | {seen:.1f} steps/s | {expected / seen:.2f}"
+            print(f"| {model} | {workers} | 1 | {rates} |", flush=True)
+    print()
+
+
+def predicted_served(machine: Machine, model: str, workers: int) -> float:
+    """Steps a second: simulated, and no more than the cores that all tasks share can do."""
+    wanted = plan_servers.Config(__file__, False, ("serve", model), workers, 1, machine.name)
+    step, rule = plan_servers.trace(wanted)
+    made = served_plan.plan(step, machine, workers, rule)
+    costs = made.costs
+    work = sum(e.pull + e.push for e in costs.exchanges) + costs.dispatch
+    work += costs.compute * max(1, machine.shared) + costs.requests * costs.serving.message
+    return min(made.simulated.rate, max(1, machine.shared) / work)
+
+
+def measured_served(model: str, workers: int) -> float:
+    """Steps a second, by processes of their own."""
+    command = [sys.executable, "-m", "stratagem.cli", "run", "--workers", str(workers), "--ps", "1"]
+    return 1 / _run([*command, __file__, "serve", model])
 
 
 # By others.

@@ -8,6 +8,7 @@ from stratagem.cluster import ClusterResolver, TPUClusterResolver
 from stratagem.collectives import CommunicationImplementation as CommunicationImplementation
 from stratagem.collectives import CommunicationOptions as CommunicationOptions
 from stratagem.collectives.options import collective_hints
+from stratagem.coordinator import rpc as rpc
 from stratagem.data import ValueContext as ValueContext
 from stratagem.parameter_server import partitioners as partitioners
 from stratagem.recovery.preemption import (

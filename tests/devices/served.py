@@ -26,7 +26,7 @@ from stratagem.step.trace import Facts, Program, RowClass, trace
 def strategy() -> Any:
     return types.SimpleNamespace(
         num_replicas_in_sync=1, central=False, served=True, cross_device_ops=None, spans=False,
-        keeps_state=False, job=None,
+        keeps_state=False, job=None, late_gradients="keep",
     )  # fmt: skip
 
 

@@ -85,7 +85,6 @@ def test_imports_of_keras_from_tensorflow():
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("distribute.experimental.rpc", "Use zmq"),
         ("estimator.Estimator", "Use tf.keras.Model and fit."),
         ("nn.ctc_loss", "Use keras.ops.ctc_loss."),
         ("math.bincount", "Use keras.ops.bincount."),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
 from jobs import free_ports
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -27,6 +26,14 @@ def environment() -> dict[str, str]:
     return env | {
         "KERAS_BACKEND": "jax", "JAX_COMPILATION_CACHE_DIR": "", "PYTHONUNBUFFERED": "1"
     }  # fmt: skip
+
+
+def started(
+    command: Sequence[str], env: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
+    """A process that writes to a file."""
+    with output.open("w") as file:
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 class Watched:
@@ -79,13 +86,13 @@ class PsJob(Watched):
         workers: int = 2, servers: int = 2,
     ):  # fmt: skip
         self.directory = directory
-        self.process = subprocess.Popen(
+        self.process = started(
             [
                 sys.executable, "-m", "stratagem.cli", "run",
                 "--workers", str(workers), "--ps", str(servers), *options,
                 str(PROGRAMS / f"{program}.py"), str(directory), json.dumps(told),
             ],
-            env=environment(), stdout=(directory / "output").open("w"), stderr=subprocess.STDOUT,
+            environment(), directory / "output",
         )  # fmt: skip
         self.output = ""
 
@@ -169,12 +176,12 @@ class Tasks(Watched):
                     **environment(), "STRATAGEM_CLUSTER_KEY": "a key of these tests",
                     "TF_CONFIG": json.dumps({"cluster": cluster, "task": task}),
                 }  # fmt: skip
-                self.processes[job, index] = subprocess.Popen(
+                self.processes[job, index] = started(
                     [
                         *(inside or {}).get(host, ()), sys.executable,
                         *(["-m", "stratagem.cli", "serve"] if serves else script),
                     ],
-                    env=env, stdout=self.path(job, index).open("w"), stderr=subprocess.STDOUT,
+                    env, self.path(job, index),
                 )  # fmt: skip
 
     def __enter__(self) -> Tasks:

@@ -269,6 +269,13 @@ def test_what_makes_servers_alike_depends_on_what_differs():
     assert "A partitioner divides variables" in note
 
 
+@pytest.mark.parametrize(
+    ("steps", "shown"), [(0.1234, "0.123"), (99.94, "99.9"), (1436.2, "1,436"), (100.4, "100")]
+)
+def test_rates_have_three_figures_or_are_whole(steps, shown):
+    assert plan_servers_show.rate(steps) == shown
+
+
 def test_an_even_cluster_with_room_needs_no_notes():
     assert plan(workers=1).notes == ()
 

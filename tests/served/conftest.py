@@ -53,6 +53,15 @@ class Cluster:
         self._threads.append(thread)
         assert made.wait(10.0)
 
+    def add_worker(self) -> str:
+        """Starts a further worker, and gives its address."""
+        jobs = {job: list(self.spec.job_tasks(job)) for job in self.spec.jobs}
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        jobs["worker"].append(address)
+        self.spec = ClusterSpec(jobs)
+        self.start("worker", len(jobs["worker"]) - 1)
+        return address
+
     def stop(self, job: str, index: int) -> None:
         """Ends a task."""
         self.programs.pop((job, index)).stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -130,3 +132,23 @@ def test_what_it_refuses(served):
             table(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"Use DynamicTable\.items"):
         table.table.numpy()
+
+
+def test_a_server_that_was_lost_gets_its_rows_back(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("STRATAGEM_STATE_DIR", str(tmp_path))
+    x, y = data()
+    strategy = served(1, 2, snapshot_seconds=0.3)
+    model, table = served_model(strategy, keras.optimizers.Adagrad(0.1), initializer="uniform")
+    model.fit(x, y, **KEPT)
+    ids, rows = table.items()
+    deadline = time.monotonic() + 60
+    number = strategy.link.keeper.complete
+    while strategy.link.keeper.complete in (None, number):  # one that has all of it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    strategy.cluster.stop("ps", 0)
+    strategy.cluster.start("ps", 0)
+    found, again = table.items()
+    np.testing.assert_array_equal(np.sort(found), np.sort(ids))
+    np.testing.assert_array_equal(again[np.argsort(found)], rows[np.argsort(ids)])
+    model.fit(x, y, **KEPT)

@@ -117,3 +117,22 @@ def test_workers_read_rows_by_number(served, tmp_path, consistency):
     assert extra <= 4 * 4 + 2  # shapes that are new are looked at before they are trained on
     x = np.arange(10, dtype=np.float32)[:, None].repeat(2, axis=1)
     np.testing.assert_allclose(found, model.predict(x, verbose=0), rtol=1e-4)
+
+
+def test_files_of_unequal_length(served, tmp_path):
+    """R81: files of 7 and 3 rows, 2 workers: the epoch ends by itself, each row once."""
+    for name, rows in (("a", range(7)), ("b", range(10, 13))):
+        (tmp_path / name).write_text("".join(f"{i}\n" for i in rows))
+
+    def read(path):
+        x = np.loadtxt(path, np.float32)[:, None].repeat(2, axis=1)
+        return x / 100, x[:, :1] * 0
+
+    strategy = served(2, 1)
+    with strategy.scope():
+        model = make_model()
+    dataset = stratagem.data.from_files(str(tmp_path / "*"), read, 4)
+    seen = [round(float(r) * 100) for x, _ in dataset for r in x[:, 0]]
+    assert sorted(seen) == [*range(7), *range(10, 13)]
+    model.fit(dataset, epochs=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2 * 3

@@ -25,9 +25,7 @@ def draw(plan: Plan, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    figure = new_figure(12, 6.2)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(_title(plan), fontsize=13, fontweight="bold")
     _draw_scaling(left, plan)
@@ -36,6 +34,17 @@ def draw(plan: Plan, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(_facts(plan), fontsize=8.5, color=_GREY)
     figure.savefig(path, dpi=150)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty picture of so many inches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _title(plan: Plan) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.cli import plan_servers_show
+from stratagem.cli.plan_plot import new_figure
 from stratagem.planning.served_plan import ServedPlan
 
 _BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#666666"
@@ -20,9 +21,7 @@ def draw(plan: ServedPlan, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6), layout="constrained")
+    figure = new_figure(12, 6)
     left, middle, right = figure.subplots(1, 3)
     figure.suptitle(plan_servers_show.title(plan), fontsize=12, fontweight="bold")
     _draw_rates(left, plan, "workers")

@@ -19,6 +19,7 @@ from stratagem.planning.served_plan import Point, ServedPlan
 _WIDTH = 110  # Where there is no terminal, as in a log.
 _MOST = 8  # rows of a table that are shown one by one
 _P95 = 0.95
+_WHOLE = 100
 
 
 def to_json(plan: ServedPlan) -> str:
@@ -90,8 +91,13 @@ def title(plan: ServedPlan) -> str:
     rows = f", {plan.rows_per_second:,.0f} rows/s" if plan.step.work.rows else ""
     return (
         f"{plan.workers} workers, {plan.servers} ps, each {plan.machine.title}: "
-        f"{plan.simulated.rate:,.3g} steps/s{rows}"
+        f"{rate(plan.simulated.rate)} steps/s{rows}"
     )
+
+
+def rate(steps: float) -> str:
+    """Steps a second: whole ones from 100 on, else with three figures."""
+    return f"{steps:,.0f}" if steps >= _WHOLE else f"{steps:.3g}"
 
 
 def rule(plan: ServedPlan) -> str:
@@ -183,7 +189,7 @@ def _points(heading: str, plan: ServedPlan, points: Sequence[Point]) -> Table:
     for point in points:
         here = (point.workers, point.servers) == (plan.workers, plan.servers)
         rows = f"{plan.step.work.rows * point.rate:,.0f}" if plan.step.work.rows else ""
-        cells = (f"{point.workers:,}", f"{point.servers:,}", f"{point.rate:,.3g}", rows)
+        cells = (f"{point.workers:,}", f"{point.servers:,}", rate(point.rate), rows)
         bound = "" if point.bound == "workers" else point.bound
         table.add_row(*cells, bound, style="bold" if here else "")
     return table

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 HINTS = {
     # Strategies and their parts.
-    "distribute.experimental.rpc": "Use zmq, or another library for calls between processes.",
     "distribute": "The names of tf.distribute that are here are those of the package stratagem.",
     "tpu": "Leave it out: JAX sets a TPU up by itself; jax.devices('tpu') lists its cores.",
     # Devices.

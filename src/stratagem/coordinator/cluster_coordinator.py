@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +60,8 @@ class ClusterCoordinator:
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
         self.tallies = Tallies()
+        self._dealt: Any = weakref.WeakKeyDictionary()  # iterators whose batches are noted
+        self._passes = itertools.count()
         self._workers = len(strategy.workers)  # that there ever were
         self._plans = Plans(strategy)
         self._iterators = iter(range(1, 1 << 62))
@@ -95,14 +99,40 @@ class ClusterCoordinator:
         """
         fn, arguments = _checked(fn, args, kwargs)
         try:
-            args, kwargs = _take(arguments)
+            (args, kwargs), batch = self._take(arguments)
         except StopIteration:
             value = RemoteValue()
             value.end()
             return value
         with self.strategy.scope():
             family, arrays = self._plans.find(fn, args, kwargs)
-        return self.submit(family, arrays)
+        return self.submit(family, arrays, batch=batch)
+
+    def _take(self, arguments: Any) -> tuple[Any, tuple[str, int] | None]:
+        """The arguments, with a batch in the place of each dealt iterator, and which one it is.
+
+        In a job that goes on, batches that are finished are left out.
+
+        Raises:
+            StopIteration: an iterator is at its end.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        dealt = [leaf for leaf in leaves if isinstance(leaf, DealtIterator)]
+        if not dealt:
+            return arguments, None
+        batch = None
+        if len(dealt) == 1 and self.strategy.record is not None:
+            known = self._dealt.get(dealt[0])
+            if known is None:
+                key = f"dealt {next(self._passes)}"
+                known = key, itertools.count(), self.dispatcher.begin_data(key)
+                self._dealt[dealt[0]] = known
+            key, numbers, finished = known
+            while (number := next(numbers)) in finished:
+                dealt[0].take()
+            batch = key, number
+        taken = [leaf.take() if isinstance(leaf, DealtIterator) else leaf for leaf in leaves]
+        return jax.tree.unflatten(tree, taken), batch
 
     def submit(
         self, family: Family, arrays: list[Any], *, counts: bool = True, rows: int | None = None,
@@ -242,11 +272,3 @@ def _checked(fn: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[tuple[Any, ...
             "steps in one function."
         )
     return fn, arguments
-
-
-def _take(arguments: Any) -> Any:
-    """The arguments, with a batch in the place of each dealt iterator; StopIteration at its end."""
-    leaves, tree = jax.tree.flatten(arguments)
-    if any(isinstance(leaf, DealtIterator) for leaf in leaves):
-        leaves = [x.take() if isinstance(x, DealtIterator) else x for x in leaves]
-    return jax.tree.unflatten(tree, leaves)

@@ -20,11 +20,12 @@ import cloudpickle
 import numpy as np
 
 from stratagem.coordinator import instructions as do
-from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.crew import Crew
+from stratagem.coordinator.flights import Question
 from stratagem.coordinator.guard import Guard
-from stratagem.coordinator.record import Record
 from stratagem.coordinator.plans import Plan
+from stratagem.coordinator.record import Record
+from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.state import State, Terms
 from stratagem.coordinator.watermark import Watermark
 from stratagem.errors import PeerTimeoutError, RemoteError
@@ -99,7 +100,7 @@ class Dispatcher:
 
     # The user's threads.
 
-    def ask(self, what: str) -> bool:
+    def ask(self, what: Question) -> bool:
         """Waits until the program may "schedule" or has joined; or says whether all is "done".
 
         Raises:
@@ -111,9 +112,9 @@ class Dispatcher:
                 self._add(found)
                 if isinstance(answer, do.Raise):
                     raise answer.error
-                if not isinstance(answer, do.Wait):
+                if not isinstance(answer, do.Wait) and (what == "schedule" or not self._todo):
                     return isinstance(answer, do.Go)
-                self._changed.wait(1.0)
+                self._changed.wait(1.0)  # also until what has ended is resolved and counted
 
     def schedule(self, closure: Scheduled, most: int | None = None) -> None:
         """Hands a closure over. As `ask`, it raises the error of an earlier one.
@@ -132,9 +133,11 @@ class Dispatcher:
                     continue
                 batch = closure.batch
                 number, found = self._state.schedule(
-                    time.monotonic(), iterators=closure.family.iterators, pushes=closure.counts,
+                    time.monotonic(),
+                    iterators=map(str, closure.family.iterators),
                     dataset=None if batch is None else batch[0],
-                )  # fmt: skip
+                    pushes=closure.counts,
+                )
                 self._closures[number] = closure
                 if batch is not None:
                     self._batches[batch] = closure
@@ -260,7 +263,7 @@ class Dispatcher:
         if closure is None:
             return
         if what.lease is not None:
-            closure = self._batches.get(tuple(what.lease), closure)
+            closure = self._batches.get((what.lease.dataset, what.lease.batch), closure)
             if what.fresh and self._record is not None:
                 self._record.leased(what.token, what.lease)
         for key, plan in list(closure.family.plans.items()):
@@ -313,15 +316,17 @@ class Dispatcher:
             return
         result: Any = fields.get("reason")
         if outcome == "error":
-            result = _error(answer)
+            closure = self._closures.get(what.closure)
+            result = _error(answer, "" if closure is None else closure.family.where)
         elif outcome == "ok":
             result = (fields["variant"], answer.arrays)
+        ended = fields.get("iterator")
         closure = self._closures.get(what.closure)
         rows = 0 if closure is None else closure.rows or 0
         self._event(
             lambda s, now: finished(
                 s, outcome=outcome, result=result, now=now, rows=rows,
-                staleness=fields.get("staleness"), iterator=fields.get("iterator"),
+                staleness=fields.get("staleness"), iterator=None if ended is None else str(ended),
             )
         )  # fmt: skip
 
@@ -337,7 +342,7 @@ class Dispatcher:
 
     def _counted(self, what: do.Counted) -> None:
         if what.lease is not None:
-            self._batches.pop(tuple(what.lease), None)
+            self._batches.pop((what.lease.dataset, what.lease.batch), None)
         if self._record is not None:
             self._record.counted(what)
 
@@ -359,13 +364,14 @@ class Dispatcher:
             value.set_result(plan.parts.unpack(list(arrays[:count])))
 
 
-def _error(answer: Message) -> BaseException:
+def _error(answer: Message, where: str) -> BaseException:
     """The error of a closure, as it was raised on the worker, with where that was."""
     fields = answer.fields
     error: BaseException
     try:
         error = cloudpickle.loads(answer.arrays[0].tobytes())
     except Exception:  # an exception may hold anything
-        error = RemoteError(f"{fields['kind']}: {fields['text']}")
+        error = RemoteError("a worker", "run", fields["kind"], fields["text"])
     error.add_note("On the worker:\n" + fields["traceback"])
+    error.add_note(f"The function that was scheduled: {where}")
     return error

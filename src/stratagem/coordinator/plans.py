@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class Family:
         plans: by `variant_key`; one with the key "" where it takes no elements.
         dynamic: which leaves of a call's arguments are arrays, and so go along.
         iterators: the per-worker iterators that it reads.
+        where: the function, and where it is written.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Family:
     plans: dict[str, Plan]
     dynamic: list[int]
     iterators: tuple[int, ...]
+    where: str = ""
 
     def plan(self, number: int) -> Plan:
         """The plan of a number."""
@@ -132,7 +135,7 @@ class Plans:
         key, plan = make({})
         iterators = tuple(sorted({g.key[0] for g in plan.parts.given if g.kind == "element"}))
         dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
-        return Family(next(self._numbers), make, {key: plan}, dynamic, iterators)
+        return Family(next(self._numbers), make, {key: plan}, dynamic, iterators, _where(fn))
 
     def _make(
         self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
@@ -161,6 +164,13 @@ class Plans:
         parts = apart.divide(program, strategy.home_of, local)
         strategy.link.install(parts.units)
         return Plan(next(self._numbers), parts, local)
+
+
+def _where(fn: Any) -> str:
+    """A function as errors name it, with where it is written."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    name = getattr(fn, "__qualname__", repr(fn))
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _arrays(leaf: Any) -> Any:

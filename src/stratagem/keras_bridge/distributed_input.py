@@ -17,8 +17,8 @@ from stratagem.data import (
     DistributedIterator,
     FileBatches,
     RowBatches,
+    numbered,
 )
-from stratagem.data import numbered
 from stratagem.data.dealt import DealtDataset
 from stratagem.keras_bridge.on_workers import CreatorAdapter, DatasetCreator, NumberedPass
 from stratagem.values import PerReplica, is_distributed

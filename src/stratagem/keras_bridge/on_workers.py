@@ -125,10 +125,11 @@ class NumberedPass(Iterator[Any]):
         rows = min(self._batches.batch_size, self._batches.rows - start)
         batch = Numbered(self._iterator, self._number, self._step, rows)
         self._step += 1
-        return jax.tree.map(
-            lambda spec: OnWorkers(batch, jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)),
-            self._iterator.element_spec,
-        )
+
+        def stand_in(spec: Any) -> OnWorkers:
+            return OnWorkers(batch, jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype))
+
+        return jax.tree.map(stand_in, self._iterator.element_spec)
 
     def get_state(self) -> dict[str, int]:
         """As of `RowBatches`."""

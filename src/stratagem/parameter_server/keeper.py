@@ -124,7 +124,7 @@ class Keeper:
         """The program has changed a variable."""
         if self._directory is None and self._pushed:
             return
-        size = value.nbytes if isinstance(value, np.ndarray) else 8
+        size = np.asarray(value).nbytes
         if self._bytes + size > _LOG_BYTES:
             self._whole = False
         else:

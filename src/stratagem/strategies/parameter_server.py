@@ -152,8 +152,9 @@ class ParameterServerStrategy(Strategy):
         self.late_gradients = late_gradients
         cluster = resolver.cluster_spec()
         served_cluster.check(cluster, resolver)
-        if resolver.task_type in roles.SERVING and not served_cluster.coordinates(cluster, resolver):
-            serve_task[0](cluster, resolver.task_type, resolver.task_id)
+        coordinates = served_cluster.coordinates(cluster, resolver)
+        if resolver.task_type in roles.SERVING and not coordinates:
+            serve_task[0](cluster, resolver.task_type, int(resolver.task_id or 0))
         self.workers = served_cluster.tasks(cluster, "worker")
         self.servers = served_cluster.tasks(cluster, "ps")
         given = config.environment().get(STATE_DIR) if state_dir is None else state_dir

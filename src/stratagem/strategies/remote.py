@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -160,7 +160,7 @@ def _sharded_class(base: Any) -> Any:
             return link.read_rows(spec, np.asarray(indices, np.int64))
 
         @property
-        def shard_ranges(self) -> list[tuple[int, int]]:
+        def shard_ranges(self) -> Sequence[tuple[int, int]]:  # type: ignore[override]
             """First row and end of each shard."""
             return [(shard.start, shard.stop) for shard in self.remote_spec.shards]
 
@@ -171,7 +171,9 @@ def _sharded_class(base: Any) -> Any:
 def _dynamic_class(base: Any) -> Any:
     """The class of a variable of class `base` that is a dynamic table, or a slot of one."""
 
-    class DynamicRemoteVariable(_remote_class(base)):
+    remote: Any = _remote_class(base)
+
+    class DynamicRemoteVariable(remote):
         def read(self, start: int, stop: int) -> np.ndarray:
             """Refused: it has rows by id, and as many as there are ids."""
             raise ValueError(self._refusal())

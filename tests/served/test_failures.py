@@ -1,0 +1,154 @@
+"""Errors of a step, workers that come and go, and jobs that go on: in one process."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import stratagem
+from stratagem.coordinator import ClusterCoordinator, PerWorkerValues
+from stratagem.errors import BackupMismatchError
+
+
+def broken():
+    """A dataset function with an error of its own."""
+    raise KeyError("no such file")  # the user's own line
+    yield
+
+
+def test_a_dataset_function_that_raises(served):
+    coordinator = ClusterCoordinator(served(1, 1))
+    with pytest.raises(Exception, match="no such file"):
+        iter(coordinator.create_per_worker_dataset(broken))
+    assert float(coordinator.schedule(lambda: np.float32(1.0) + 0).fetch()) == 1.0
+
+
+def test_a_row_number_that_is_not_in_the_table(served):
+    """The first error once, with the worker's traceback and the user's own line; then all is well."""
+    strategy = served(2, 1)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        table = keras.Variable(np.arange(12, dtype=np.float32).reshape(6, 2), name="table")
+        sums = keras.Variable(0.0)
+
+    def step(ids):
+        sums.assign_add(1.0)
+        return keras.ops.take(table, ids, axis=0)
+
+    coordinator.schedule(step, (np.array([1, 2]),)).fetch()
+    bad = coordinator.schedule(step, (np.array([1, 7]),))
+    with pytest.raises(ValueError, match=r"Expected row numbers from 0 to 5.*Got 7") as caught:
+        coordinator.join()
+    notes = "\n".join(caught.value.__notes__)
+    assert "On the worker:\nTraceback" in notes
+    assert f"{step.__qualname__} ({__file__}:{step.__code__.co_firstlineno})" in notes
+    assert bad.exception() is caught.value
+    coordinator.join()
+    assert float(sums.numpy()) == 1.0
+    np.testing.assert_array_equal(coordinator.schedule(step, (np.array([5]),)).fetch(), [[10, 11]])
+
+
+def test_workers_are_added_and_removed(served):
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def who():
+        return stratagem.coordinator.experimental_get_current_worker_index()
+
+    def seen(count):
+        return {int(v.fetch()) for v in [coordinator.schedule(who) for _ in range(count)]}
+
+    assert seen(4) == {0}
+    address = strategy.cluster.add_worker()
+    assert coordinator.add_worker(address) == 1
+    for _ in range(200):
+        if 1 in seen(8):
+            break
+    else:
+        pytest.fail("the new worker never took part")
+    with pytest.raises(ValueError, match="expected a value for each worker. Got 1, and worker 1"):
+        coordinator.fetch([
+            coordinator.schedule(lambda x: x, (PerWorkerValues([np.float32(1)]),))
+            for _ in range(50)
+        ])  # fmt: skip
+    with pytest.raises(ValueError, match="Got 1, and worker 1"):
+        coordinator.join()
+    coordinator.remove_worker(0)
+    for _ in range(200):
+        if seen(8) == {1}:
+            break
+    else:
+        pytest.fail("worker 0 never left")
+    with pytest.raises(ValueError, match="Expected the index of a worker, below 2. Got 2"):
+        coordinator.remove_worker(2)
+
+
+def test_replicas_need_two_servers(cluster):
+    with pytest.raises(ValueError, match=r"replication: expected 1, or 2 with at least two ps"):
+        stratagem.ParameterServerStrategy(cluster(1, 1).resolver, replication=2)
+
+
+@pytest.fixture
+def left(cluster, tmp_path, monkeypatch):
+    """Begins jobs in one cluster and directory; `crash` leaves one as its coordinator's death."""
+    monkeypatch.setenv("STRATAGEM_STATE_DIR", str(tmp_path))
+    made = cluster(2, 2)
+    strategies = []
+
+    def begin(crash=True, **arguments):
+        if strategies:
+            if crash:
+                strategies[-1]._leave(finished=False, stop_tasks=False)
+            else:
+                strategies[-1].close()
+        strategies.append(stratagem.ParameterServerStrategy(made.resolver, **arguments))
+        return strategies[-1]
+
+    yield begin
+    strategies[-1].close()
+
+
+def total_of(strategy, name="total"):
+    with strategy.scope():
+        return keras.Variable(0.0, name=name)
+
+
+def deal(strategy, total, batches, stop=None):
+    """Trains on dealt batches; each adds its values."""
+    iterator = iter(strategy.experimental_distribute_dataset(batches))
+    coordinator = ClusterCoordinator(strategy)
+
+    def step(it):
+        total.assign_add(keras.ops.sum(next(it)))
+
+    count = 0
+    while (stop is None or count < stop) and coordinator.schedule(step, (iterator,)).is_ok():
+        count += 1
+    coordinator.join()
+    return count
+
+
+def test_a_coordinator_that_is_started_again_goes_on(left, caplog):
+    """Variables keep their values, and batches that are finished are not dealt again."""
+    batches = [np.full(2, i, np.float32) for i in range(10)]
+    strategy = left()
+    assert deal(strategy, total_of(strategy), batches, stop=6) == 6
+    strategy = left()
+    total = total_of(strategy)
+    total.assign(5.0)  # as at the beginning of the job: it was done then
+    assert "keeps its value" in caplog.text
+    assert deal(strategy, total, batches) == 4
+    assert float(total.numpy()) == 2 * sum(range(10))
+    strategy = left(crash=False)  # that job is done
+    total = total_of(strategy)
+    assert float(total.numpy()) == 0.0
+    assert deal(strategy, total, batches) == 10
+
+
+def test_another_program_cannot_go_on(left):
+    strategy = left()
+    deal(strategy, total_of(strategy), [np.ones(2, np.float32)])
+    strategy = left()
+    with pytest.raises(BackupMismatchError, match="expected 'total', float32.*Got 'other'"):
+        total_of(strategy, "other")
