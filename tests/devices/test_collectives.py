@@ -219,6 +219,17 @@ def test_nan_and_infinity_reach_every_replica(name):
     np.testing.assert_array_equal(np.asarray(total), np.tile(expected, (4, 1)))
 
 
+@pytest.mark.parametrize(("replicas", "small"), [(3, 0), (3, 8), (4, 8)])
+def test_a_ring_keeps_values_and_sums_in_one_buffer(replicas, small):
+    """A second one made it three times slower between processes: new pages in every step."""
+    sizes = [1 << 20] + [1024] * small
+    values = [jax.ShapeDtypeStruct((replicas, n), jnp.float32) for n in sizes]
+    program = all_reduce(RingAllReduce(), replicas).lower(*values).compile()
+    held = program.memory_analysis().temp_size_in_bytes
+    assert held < 4 * sum(sizes) * (1 + 3 / replicas)
+    assert traffic(program.as_text(), replicas).permutes == 2 * (replicas - 1)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_one_replica_and_no_values(name):
     ops = OPS[name] if name != "one-device-root-1" else ReductionToOneDevice(0)

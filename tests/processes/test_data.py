@@ -222,7 +222,9 @@ def test_a_pass_that_is_left_leaves_no_thread(workers):
     ("count", "devices", "names"),
     [
         (2, 2, inputs.ALL),
-        (4, 1, ("arrays", "grain, each reads its own", "files")),
+        pytest.param(
+            4, 1, ("arrays", "grain, each reads its own", "files"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_losses_do_not_depend_on_the_number_of_workers(count, devices, names, alone, tmp_path):

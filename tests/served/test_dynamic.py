@@ -132,6 +132,10 @@ def test_what_it_refuses(served):
             table(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"Use DynamicTable\.items"):
         table.table.numpy()
+    with pytest.raises(ValueError, match="a dynamic table, to be looked up .* reads all of it"):
+        strategy.run(lambda: table.table.value.sum())
+    with pytest.raises(ValueError, match=r"Pass 64-bit ids as DynamicTable\.halves"):
+        strategy.run(lambda ids: ids + 1, (np.array([1 << 40]),))
 
 
 def test_a_server_that_was_lost_gets_its_rows_back(served, tmp_path, monkeypatch):

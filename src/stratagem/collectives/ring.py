@@ -20,6 +20,13 @@ class RingAllReduce(PackedAllReduce):
     Chunk `c` is summed in the order of replicas `c, c+1, ..., c-1` on its way around, once, and
     then copied: all replicas hold the same bits.
 
+    Values and sums share one buffer, so that a step holds about `n + 3n/p` bytes besides. Between
+    processes on CPUs that matters: the C library gives large buffers (from some 30 MB on) back to
+    the system after each step, and every page of the next one is a fault. As a multiple of the
+    time of XLA's own, from `stratagem run --workers 3 benchmarks/crossover.py --small 8 --mb 3 8
+    16 32 --turns 9` on two cores that were busy with other things too (medians): 1.1, 1.3, 1.4,
+    1.9. With two buffers 16 MB took 3.2.
+
     Args:
         num_packs: packs for each dtype that go around one after another; 0 for one a value.
     """
@@ -47,9 +54,9 @@ def ring_sum(x: jax.Array, axis_name: str, axis_size: int) -> jax.Array:
         own = jax.lax.dynamic_slice(padded, (offset(rank - step),), (length,))
         partial = send(partial, axis_name, onward) + own
 
-    # All-gather: the finished chunks travel around, and each replica keeps a copy of each.
+    # All-gather: the finished chunks travel around, and take the places of the values they sum.
     block, restore = as_bits(partial)
-    total = jnp.zeros(padded.shape, block.dtype)
+    total, _ = as_bits(padded)
     total = jax.lax.dynamic_update_slice(total, block, (offset(rank + 1),))
     for step in range(axis_size - 1):
         block = jax.lax.ppermute(block, axis_name, onward)

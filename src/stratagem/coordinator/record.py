@@ -106,4 +106,3 @@ class Record:
             if finished:
                 self._path.unlink(missing_ok=True)
                 self._path.with_name(_NAME + ".lock").unlink(missing_ok=True)
-

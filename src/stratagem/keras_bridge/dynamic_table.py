@@ -93,7 +93,7 @@ class DynamicTable(keras.layers.Layer):
                 "keras.Input(shape, dtype='int32')."
             )
         if context.current().trace is not None:
-            return table_ids.lookup(self.table.value, ids)
+            return table_ids.lookup(self.table.value, ids).astype(self.compute_dtype)
         shape = self.compute_output_shape(ids.shape, ids.dtype)
         if isinstance(ids, jax.core.Tracer):  # Keras infers shapes
             return jnp.zeros(shape, self.compute_dtype)

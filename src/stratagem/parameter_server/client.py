@@ -5,66 +5,28 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from stratagem.errors import (
-    BackupError,
-    BackupMismatchError,
-    CorruptBackupError,
-    NotReadyError,
     PeerLostError,
     RemoteError,
 )
 from stratagem.parameter_server import cut
 from stratagem.parameter_server.answers import Committed, Item, Pulled, Pushed
 from stratagem.parameter_server.dtypes import dtype_of
+from stratagem.parameter_server.pending import Pending, as_raised
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.transport.hub import Hub
 from stratagem.transport.message import Message
 from stratagem.transport.outgoing import Peer, Ticket
 
-# What a server raises and a caller may want to catch; the rest stays RemoteError.
-_ERRORS: dict[str, type[Exception]] = {
-    e.__name__: e
-    for e in (NotReadyError, BackupError, BackupMismatchError, CorruptBackupError, ValueError,
-              MemoryError)
-}  # fmt: skip
 _READ_BYTES = 64 << 20  # of one request
 _SHARDS = 1 << 20  # more than a variable has: a change of it has a number on each
 _SLOWEST = 20e6  # bytes in a second that a server at least draws, writes or reads
 
-__all__ = ["Committed", "Item", "Pending", "Pulled", "Pushed", "Servers"]
-
-T = TypeVar("T")
-
-
-class Pending(Generic[T]):
-    """Requests on their way.
-
-    Attributes:
-        tickets: of the hub.
-    """
-
-    def __init__(self, servers: Servers, tickets: Sequence[Ticket], join: Callable[[Any], T]):
-        self.tickets = list(tickets)
-        self._servers, self._join = servers, join
-
-    @property
-    def done(self) -> bool:
-        """Whether all have answered, or failed."""
-        return all(ticket.done for ticket in self.tickets)
-
-    def result(self) -> T:
-        """Waits, turning the hub.
-
-        Raises:
-            PeerTimeoutError, PeerLostError: a server did not answer, or was restarted.
-            NotReadyError: a server has no state, and is to be restored.
-            ValueError, MemoryError, RemoteError: a server refused it.
-        """
-        return self._join(self._servers.wait(self.tickets))
+__all__ = ["Committed", "Item", "Pending", "Pulled", "Pushed", "Servers", "as_raised"]
 
 
 class Servers:
@@ -112,9 +74,7 @@ class Servers:
             return self._hello(start)
 
     def _hello(self, start: bool) -> list[dict[str, Any]]:
-        posts = [
-            self._post(s, "hello", self.greeting(s, start)) for s in range(len(self.peers))
-        ]
+        posts = [self._post(s, "hello", self.greeting(s, start)) for s in range(len(self.peers))]
         return [dict(answer.fields) for answer in self.wait(posts)]
 
     def begin(self, server: int) -> None:
@@ -413,13 +373,6 @@ class Servers:
             method, {"job": self.job, **fields}, arrays,
             seconds=self.seconds if seconds is None else seconds,
         )  # fmt: skip
-
-
-def as_raised(result: Any) -> Any:
-    """An error that a server has raised, as its class where callers may want to catch it."""
-    if isinstance(result, RemoteError) and result.type_name in _ERRORS:
-        return _ERRORS[result.type_name](f"{result.who}, {result.method}: {result.text}")
-    return result
 
 
 def _start(spec: Spec, start: Any, server: int, arrays: list[np.ndarray]) -> Any:

@@ -131,6 +131,11 @@ class Keeper:
             self._changes.append((spec, op, np.array(value), rows, number))
             self._bytes += size
 
+    def touched(self) -> None:
+        """The program has changed what is not kept one by one: a snapshot is due."""
+        if self._directory is not None or not self._pushed:
+            self._whole = False
+
     def _forget(self, changes: int, starts: Sequence[int]) -> None:
         del self._changes[:changes]
         self._bytes = sum(value.nbytes for _, _, value, _, _ in self._changes)
@@ -223,7 +228,7 @@ class Keeper:
             known = [unit for unit in units if set(unit.vids) <= self._saved]
             self._servers.restore(self.complete, saved, known, [server], _RESTORE_SECONDS)
             lost = None
-        elif not self._pushed:
+        elif not self._pushed and self._whole:
             self._servers.begin(server)
         else:
             raise BackupError(self._nothing(server))

@@ -133,16 +133,16 @@ class Link:
 
     def items(self, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
         """All ids of a dynamic table, and their rows."""
-        return self._do(
-            lambda: table_calls.items(self.servers, spec), f"the rows of {spec.name!r}"
-        )
+        return self._do(lambda: table_calls.items(self.servers, spec), f"the rows of {spec.name!r}")
 
     def put(self, spec: Spec, ids: np.ndarray, rows: np.ndarray) -> None:
         """Sets rows of a dynamic table, and makes those that are not there."""
-        self._do(
-            lambda: table_calls.put(self.servers, spec, ids, rows),
-            f"rows of {spec.name!r} to be set",
-        )
+
+        def work() -> None:
+            table_calls.put(self.servers, spec, ids, rows)
+            self.keeper.touched()
+
+        self._do(work, f"rows of {spec.name!r} to be set")
 
     def assign(self, spec: Spec, op: str, value: np.ndarray, start: int) -> None:
         """Changes rows of a variable from `start` on."""

@@ -104,6 +104,8 @@ class _Division:
         by_row = self._by_row(made, returned)
         pulled = [i for i, v in enumerate(flow.state) if v in read and self.homes[i] is not None]
         whole = [i for i in pulled if i not in by_row.tables]
+        for i in whole:
+            self._refuse_dynamic(i, "the step reads all of it")
         given = given_of(eqns, any(is_seed(self.variables[i]) for i in pulled))
         lookups = [(t, k) for t in by_row.tables for k in by_row.lookups[t]]
         numbers = list(dict.fromkeys(k.ids for _, k in lookups))
@@ -173,12 +175,7 @@ class _Division:
 
     def _warn(self, index: int, why: str) -> None:
         variable = self.variables[index]
-        if self._servers(index):
-            raise ValueError(
-                f"Expected the rows of {variable.path!r}, a dynamic table, to be looked up and "
-                f"their gradients to reach its optimizer alone. Got another use: {why}. Call the "
-                "DynamicTable layer for rows, and regularize those."
-            )
+        self._refuse_dynamic(index, why)
         if variable.path in _warned:
             return
         _warned.add(variable.path)
@@ -204,6 +201,15 @@ class _Division:
             tuple(k.clip for k in lookups),
             self._servers(index),
         )
+
+    def _refuse_dynamic(self, index: int, why: str) -> None:
+        """Raises ValueError for a table without a preset size that would be pulled whole."""
+        if self._servers(index):
+            raise ValueError(
+                f"Expected the rows of {self.variables[index].path!r}, a dynamic table, to be "
+                f"looked up and their gradients to reach its optimizer alone. Got another use: "
+                f"{why}. Call the DynamicTable layer for rows, and regularize those."
+            )
 
     def _servers(self, index: int) -> int:
         """Of a table without a preset size, on how many servers it is."""

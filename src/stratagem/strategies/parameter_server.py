@@ -101,6 +101,10 @@ class ParameterServerStrategy(Strategy):
     batch has touched (for SGD and Adagrad without momentum or weight decay that is the same as
     the dense update; Adam and others become their "lazy" forms).
 
+    With a state_dir, the same program, started again after the loss of its process, goes on: the
+    variables keep their values, and batches of `fit` and of distributed datasets that are finished
+    are not trained again. Other closures are the program's own affair: it schedules them again.
+
     Use it through Keras `fit`, or with `stratagem.coordinator.ClusterCoordinator`.
 
     Args:

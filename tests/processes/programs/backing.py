@@ -1,4 +1,4 @@
-"""Trains the digits with backups; a worker may be killed, or told to end, at a step.
+"""Trains a classifier with backups; a worker may be killed, or told to end, at a step.
 
 Arguments: folder of the backups, what happens (nothing, kill, kill-saving or terminate), to which
 worker, at which step. Each worker names a folder of its own: only the chief's is used.
@@ -26,12 +26,11 @@ strategy = stratagem.MultiWorkerMirroredStrategy()
 import keras
 import numpy as np
 from jobs import report
-from sklearn.datasets import load_digits
 
 from stratagem.recovery.storage import Storage
 
-DIGITS = load_digits()
-X, Y = (DIGITS.data[:192] / 16).astype("float32"), DIGITS.target[:192]
+X = np.random.default_rng(0).uniform(size=(192, 64)).astype("float32")
+Y = X[:, :10].argmax(1)
 
 
 class Event(keras.callbacks.Callback):

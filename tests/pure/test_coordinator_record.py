@@ -1,0 +1,75 @@
+"""The journal of a job over the deaths of its coordinator, and what is at risk after them."""
+
+from __future__ import annotations
+
+import pytest
+
+from stratagem.coordinator import instructions as do
+from stratagem.coordinator.instructions import Counted, Lease
+from stratagem.coordinator.record import Record
+from stratagem.coordinator.state import State, Terms
+from stratagem.errors import BackupError
+
+
+def count(record, token, batch):
+    lease = Lease("fit 0 epoch 0", batch)
+    record.leased(token, lease)
+    record.counted(Counted(token, lease, False, 16))
+
+
+def test_a_job_begins_goes_on_and_is_finished(tmp_path):
+    record = Record(tmp_path, "first")
+    assert (record.job, record.resumed, record.at) == ("first", None, {})
+    record.close(finished=False)
+    record = Record(tmp_path, "second")  # the first never began a step
+    assert (record.job, record.resumed) == ("second", None)
+    record.used(0)
+    assert len(record.begin("fit 0 epoch 0")) == 0
+    record.mark(fit=0, epoch=0)
+    for batch in (0, 1, 3):
+        count(record, batch, batch)
+    with pytest.raises(BackupError, match="Expected to be the only coordinator"):
+        Record(tmp_path, "third")
+    record.close(finished=False)
+    record = Record(tmp_path, "third")
+    assert record.job == "second"
+    assert record.at == {"fit": 0, "epoch": 0}
+    assert list(record.begin("fit 0 epoch 0")) == [0, 1, 3]
+    record.close(finished=True)
+    assert not list(tmp_path.iterdir())
+    record = Record(tmp_path, "fourth")
+    assert (record.job, record.resumed) == ("fourth", None)
+    record.close(finished=True)
+
+
+def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
+    record = Record(tmp_path, "job")
+    record.used(0)
+    record.begin("fit 0 epoch 0")
+    for batch in range(3):
+        count(record, batch, batch)
+    record.asked()
+    count(record, 3, 3)
+    record.snapshot(1)
+    record.counted(Counted(4, None, False, 0))
+    record.close(finished=False)
+    record = Record(tmp_path, "job")
+    assert (record.resumed.snapshot, record.resumed.since) == (1, 2)
+    state = State(Terms(), 0.0, record.resumed)
+    record.close(finished=True)
+    state.add_server("ps 0", "host:1", 0.0)
+    assert do.Restore("ps 0") in state.server_up("ps 0", "a", False, 1.0)
+    said = state.restored("ps 0", 2.0)
+    assert do.Warn("ps 0 at host:1 is restored; at most 2 pushes to it are lost") in said
+    assert state.lost_pushes == 2
+
+
+def test_who_waits_for_a_server_that_cannot_be_restored_is_told_each_time():
+    state = State(Terms(), 0.0)
+    for _ in range(2):
+        assert isinstance(state.ask("schedule", 1.0)[0], do.Go)
+        state.schedule(1.0)
+        state.server_failed(BackupError("it is gone"), 2.0)
+        answer, _ = state.ask("join", 3.0)
+        assert isinstance(answer, do.Raise)
+        assert str(answer.error) == "it is gone"
