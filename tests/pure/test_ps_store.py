@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.parameter_server import initial
+from stratagem.parameter_server import initial, rounds
 from stratagem.parameter_server.applied import Applied, Tokens
 from stratagem.parameter_server.partitioners import FixedShardsPartitioner
 from stratagem.parameter_server.plan import Placement, Unit
@@ -466,3 +466,18 @@ def test_an_update_of_the_whole_that_fails_leaves_all_as_it_was(monkeypatch):
     assert push(1, 1).applied
     np.testing.assert_array_equal(store.read(1, 0, 0, ROWS), old[1] * 2)
     np.testing.assert_array_equal(store.read(0, 0, 0, ROWS)[1], old[0][1] - 0.5)
+
+
+def test_scalars_that_differ_are_combined_in_a_round():
+    """The gradient of a variable of one element travels as a scalar; a learning rate is one too."""
+    found = rounds._sum(
+        [
+            (0.25, Change("sgd", 0, None, (("scalar", np.float32(4)), ("scalar", RATE)))),
+            (0.75, Change("sgd", 0, None, (("scalar", np.float32(8)), ("scalar", RATE)))),
+        ]
+    )
+    (_, gradient), (_, rate) = found.handed
+    assert gradient == 7.0
+    assert rate == RATE
+    flags = [(0.5, Change("sgd", 0, None, (("scalar", np.bool_(v)),))) for v in (True, False)]
+    assert rounds._sum(flags).handed[0][1] == np.bool_(False)

@@ -43,9 +43,10 @@ class Answers(Flights):
         task = self._workers.get(worker)
         here = None  # The worker, where this is its answer to what it has in hand.
         if task is not None and task.up and task.incarnation == incarnation:
-            if task.held.pop(closure, None) is not None:
+            since = task.held.pop(closure, None)
+            if since is not None:
                 here = task
-                self._workers.place(task)
+                self._workers.answered(task, since, now)
                 self._release(task)
         known = self._closures.get(closure)
         if known is not None:

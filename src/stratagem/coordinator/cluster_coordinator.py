@@ -28,6 +28,7 @@ from stratagem.strategies.parameter_server import (
 )
 
 _OPEN_SECONDS = 300.0
+_AHEAD_SECONDS = 0.02  # of work that a worker has in hand, where closures are short
 _lock = threading.Lock()
 
 
@@ -250,7 +251,7 @@ def _terms(strategy: ParameterServerStrategy) -> Terms:
     elif said.max_staleness is not None:
         consistency = Bounded(said.max_staleness)
     seconds = strategy.snapshot_seconds if strategy.state_dir else math.inf
-    return Terms(consistency=consistency, snapshot_seconds=seconds)
+    return Terms(consistency=consistency, snapshot_seconds=seconds, ahead=_AHEAD_SECONDS)
 
 
 def _checked(fn: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[tuple[Any, ...], Any]]:

@@ -33,6 +33,7 @@ from stratagem.parameter_server.link import Link
 from stratagem.transport.message import Message
 
 _TICK_SECONDS = 0.25
+_LOOK_SECONDS = 1.0  # after which a thread that waits asks again, come what may
 _STOP_SECONDS = 5.0
 
 _log = logging.getLogger("stratagem")
@@ -68,6 +69,7 @@ class Dispatcher:
         self._state = State(terms, time.monotonic(), resumed)
         self._lost = self._state.lost_pushes
         self._todo: deque[do.Instruction] = deque()
+        self._watching = 0  # threads that wait for something to be carried out
         self._closures: dict[int, Scheduled] = {}
         self._batches: dict[tuple[str, int], Scheduled] = {}
         self._tracer = ThreadPoolExecutor(1, "stratagem-tracer")
@@ -83,7 +85,7 @@ class Dispatcher:
             do.Released: lambda i: self._crew.release(i.worker),
             do.Resolve: self._resolve,
             do.Counted: self._counted,
-            do.Wake: lambda i: None,  # whoever waits is told after each event
+            do.Wake: lambda i: self._wake(),
             do.Warn: lambda i: _log.warning("%s", i.text),
         }
         self._crew = Crew(setup, self._event)
@@ -108,13 +110,15 @@ class Dispatcher:
         """
         with self._changed:
             while True:
-                answer, found = self._state.ask(what, time.monotonic())
-                self._add(found)
-                if isinstance(answer, do.Raise):
-                    raise answer.error
-                if not isinstance(answer, do.Wait) and (what == "schedule" or not self._todo):
+                answer = self._asked(what)
+                if isinstance(answer, do.Wait):
+                    self._changed.wait(_LOOK_SECONDS)
+                elif what == "schedule" or not (isinstance(answer, do.Go) and self._todo):
                     return isinstance(answer, do.Go)
-                self._changed.wait(1.0)  # also until what has ended is resolved and counted
+                elif what == "done":
+                    return False  # the last results are not handed over yet
+                else:
+                    self._wait_for_results()
 
     def schedule(self, closure: Scheduled, most: int | None = None) -> None:
         """Hands a closure over. As `ask`, it raises the error of an earlier one.
@@ -125,26 +129,25 @@ class Dispatcher:
         """
         if closure.counts and self._link.unkept:
             self._link.keep()
-        while True:
-            self.ask("schedule")
-            with self._changed:
-                if most is not None and len(self._closures) >= most:
-                    self._changed.wait(1.0)
-                    continue
-                batch = closure.batch
-                number, found = self._state.schedule(
-                    time.monotonic(),
-                    iterators=map(str, closure.family.iterators),
-                    dataset=None if batch is None else batch[0],
-                    pushes=closure.counts,
-                )
-                self._closures[number] = closure
-                if batch is not None:
-                    self._batches[batch] = closure
-                if self._record is not None:
-                    self._record.used(number)
-                self._add(found)
-                return
+        with self._changed:
+            while True:
+                if isinstance(self._asked("schedule"), do.Wait):
+                    self._changed.wait(_LOOK_SECONDS)
+                elif most is not None and len(self._closures) >= most:
+                    self._wait_for_results()
+                else:
+                    break
+            batch = closure.batch
+            number, found = self._state.schedule(
+                time.monotonic(), iterators=map(str, closure.family.iterators),
+                dataset=None if batch is None else batch[0], pushes=closure.counts,
+            )  # fmt: skip
+            self._closures[number] = closure
+            if batch is not None:
+                self._batches[batch] = closure
+            if self._record is not None:
+                self._record.used(number)
+            self._add(found)
 
     def begin_data(self, key: str) -> Watermark:
         """Batches of a dataset are accounted for, with a record; gives those that are finished."""
@@ -216,6 +219,24 @@ class Dispatcher:
             self._link.thread.do(self._stop, "tasks to be stopped", 2 * _STOP_SECONDS)
         self._tracer.shutdown(wait=False, cancel_futures=True)
 
+    # Under the lock.
+
+    def _asked(self, what: Question) -> do.Answer:
+        """The state's answer; raises the error that it has."""
+        answer, found = self._state.ask(what, time.monotonic())
+        self._add(found)
+        if isinstance(answer, do.Raise):
+            raise answer.error
+        return answer
+
+    def _wait_for_results(self) -> None:
+        """Waits until some more is carried out."""
+        self._watching += 1
+        try:
+            self._changed.wait(_LOOK_SECONDS)
+        finally:
+            self._watching -= 1
+
     # The hub's thread.
 
     def _stop(self, hub: Any) -> None:
@@ -235,6 +256,10 @@ class Dispatcher:
         """Tells the state what has happened."""
         with self._changed:
             self._add(change(self._state, time.monotonic()))
+
+    def _wake(self) -> None:
+        """Whoever waits asks the state again."""
+        with self._changed:
             self._changed.notify_all()
 
     def _drain(self) -> None:
@@ -247,8 +272,8 @@ class Dispatcher:
                 _log.exception("Could not carry out %r", instruction)
             finally:
                 self._todo.popleft()
-        with self._changed:
-            self._changed.notify_all()
+        if self._watching:
+            self._wake()
 
     def _tick(self) -> None:
         self._crew.look()

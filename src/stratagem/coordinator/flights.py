@@ -46,7 +46,7 @@ class Flights:
         lowest = min(reserved, default=self._next)
         used = (token for token in range(lowest, self._next) if token not in reserved)
         self._done = Watermark(lowest, used)
-        self._workers = Workers(terms.depth)
+        self._workers = Workers(terms.depth, terms.short_depth, terms.ahead)
         self._queue = Queue(self._workers)
         self._servers = Servers(
             terms.server_seconds,

@@ -85,27 +85,30 @@ class Guard:
 
     def commit(self, what: do.Commit) -> None:
         """Has all servers apply a round."""
-        left = len(self._members)
+        left, lacking = len(self._members), False
 
         def one(member: _Member, result: Any) -> None:
-            nonlocal left
+            nonlocal left, lacking
             if isinstance(as_raised(result), OUT_OF_REACH):
                 return  # then the server is lost, and the state commits the round again
             if isinstance(result, Exception):
                 self._fail(member, result)
                 return
             if result.fields["missing"]:
+                lacking = True
                 _log.warning(
-                    "%s lacks gradients of %s for round %d.",
+                    "%s lacks gradients of %s for round %d, which are computed again.",
                     member.peer, result.fields["missing"], what.round,
                 )  # fmt: skip
             left -= 1
-            if not left:
+            if not left and lacking:
+                self._event(lambda s, now: s.lacks(what.round, now))
+            elif not left:
                 self._event(lambda s, now: s.committed(what.round, now))
 
         fields = {
             "job": self._link.servers.job, "round": what.round, "closures": list(what.tokens),
-            "mean": True, "weights": None,
+            "mean": True, "weights": list(what.weights),
         }  # fmt: skip
         for member in self._members.values():
             member.peer.post(

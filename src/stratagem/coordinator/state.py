@@ -301,6 +301,12 @@ class State(Answers):
             self._count(self._closures[closure], rows, dropped=False)
         return self._end(now)
 
+    def lacks(self, number: int, now: float) -> list[Instruction]:
+        """A server has not applied a round, as it lacks gradients of it: they come once more."""
+        if self._rounds is not None and number == self._rounds.number:
+            self._unstage(self._rounds)
+        return self._end(now)
+
     def _flying(self) -> int:
         return sum(each.phase is Phase.FLYING and each.pushes for each in self._closures.values())
 

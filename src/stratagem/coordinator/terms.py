@@ -14,7 +14,9 @@ class Terms:
     Args:
         consistency: when a closure may start.
         depth: how many closures a worker has in hand at most: the next one is there when the
-            first is done. More only helps where closures are shorter than a message's way.
+            first is done.
+        short_depth: likewise of short closures, so that several travel together.
+        ahead: as many closures as take this time are short; 0: none are.
         queue_limit: how many closures may wait before `schedule` blocks.
         worker_seconds: how long work may wait while there is no worker at all.
         server_seconds: how long a server may be lost, and closures may fail for want of it.
@@ -29,6 +31,8 @@ class Terms:
 
     consistency: Consistency = Asynchronous()
     depth: int = 2
+    short_depth: int = 16
+    ahead: float = 0.0
     queue_limit: int = 262_144
     worker_seconds: float = 3600.0
     server_seconds: float = 600.0
@@ -40,6 +44,6 @@ class Terms:
     patience: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("depth", "queue_limit"):
+        for name in ("depth", "short_depth", "queue_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Expected {name} of at least 1. Got {getattr(self, name)}")

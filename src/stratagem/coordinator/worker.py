@@ -6,8 +6,8 @@ a closure computes; the other computes, with connections of its own to the param
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import queue
 import threading
 import traceback
 from collections import deque
@@ -19,7 +19,7 @@ import numpy as np
 
 from stratagem.coordinator.per_worker import Elements, variant_key
 from stratagem.errors import NotReadyError, PeerLostError, PeerTimeoutError
-from stratagem.parameter_server.client import Item, Servers
+from stratagem.parameter_server.client import Item, Pending, Pushed, Servers
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.step.parts import Parts
 from stratagem.step.runner import Runner
@@ -27,6 +27,8 @@ from stratagem.transport.hub import Hub
 from stratagem.transport.message import Message
 
 _PULL_SECONDS = 30.0
+_TURN_SECONDS = 0.5
+_SLICE_SECONDS = 0.001  # for which closures are done before answers are looked for
 _OUT_OF_REACH = (PeerLostError, PeerTimeoutError, NotReadyError)
 
 _log = logging.getLogger("stratagem")
@@ -45,12 +47,13 @@ class Worker:
     def __init__(self, address: str, name: str, index: int, key: Any):
         self._hub = Hub(name, key)
         self._hub.listen(address, self._serve)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: deque[tuple[Any, Message | BaseException]] = deque()
-        self._cancelled: set[int] = set()
+        self._rung = False  # it will look at the answers
         self._stopping = False
-        computer = _Computer(name, index, key, self._inbox, self._answer, self._cancelled)
-        self._thread = threading.Thread(target=computer.run, name=f"{name} computes", daemon=True)
+        self._computer = _Computer(name, index, key, self._answer)
+        self._thread = threading.Thread(
+            target=self._computer.run, name=f"{name} computes", daemon=True
+        )
         self._thread.start()
 
     def serve(self) -> None:
@@ -58,15 +61,17 @@ class Worker:
         try:
             while not self._stopping:
                 self._hub.turn(1.0)
-                while self._answers:
-                    request, answer = self._answers.popleft()
-                    if isinstance(answer, Message):
-                        request.answer(answer)
-                    else:
-                        request.fail(answer)
+                self._rung = False
+                with self._hub.together():
+                    while self._answers:
+                        request, answer = self._answers.popleft()
+                        if isinstance(answer, Message):
+                            request.answer(answer)
+                        else:
+                            request.fail(answer)
             self._hub.turn(0.0)  # sends the answer to what ended it
         finally:
-            self._inbox.put(None)
+            self._computer.put(None)
             self._thread.join(5.0)  # it may be in the middle of a closure, which nobody waits for
             self._hub.close()
 
@@ -80,68 +85,116 @@ class Worker:
             self._stopping = True
             return Message("stopped", {}, ())
         if request.method == "cancel":
-            self._cancelled.add(request.fields["closure"])
+            self._computer.cancelled.add(request.fields["closure"])
             return Message("cancelled", {}, ())
-        self._inbox.put(request)
+        self._computer.put(request)
         return None
 
     def _answer(self, request: Any, answer: Message | BaseException) -> None:
         self._answers.append((request, answer))
-        self._hub.wake()
+        if not self._rung:
+            self._rung = True
+            self._hub.wake()
 
 
 class _Computer:
-    """What runs in the thread that computes."""
+    """What runs in the thread that computes.
 
-    def __init__(
-        self, name: str, index: int, key: Any, inbox: Any, answer: Any, cancelled: set[int]
-    ):
-        self._name, self._index, self._key = name, index, key
-        self._inbox, self._answer, self._cancelled = inbox, answer, cancelled
-        self._hub: Hub | None = None
+    It does not wait until what a closure pushes has arrived: it begins the next one, and answers
+    when it has. Servers take what one worker sends in its order, so that the next one pulls what
+    this one has pushed, as if it had waited.
+
+    Args:
+        name: of the task.
+        index: its number.
+        key: of the job.
+        answer: hands the answer of a request to the other thread.
+
+    Attributes:
+        cancelled: closures that need not be begun.
+    """
+
+    def __init__(self, name: str, index: int, key: Any, answer: Any):
+        self._name, self._index, self._key, self._answer = name, index, key, answer
+        self.cancelled: set[int] = set()
+        self._inbox: deque[Any] = deque()
+        self._sleeps = False
+        self._hub = Hub(name, key)
         self._servers: Servers | None = None
         self._told: dict[str, Any] = {}
         self._staleness = 0  # of the last push
         self._specs: dict[int, Spec] = {}
         self._families: dict[int, dict[str, _Variant]] = {}
         self._iterators: dict[int, Elements] = {}
+        self._pushing: deque[_Pushing] = deque()
+
+    def put(self, request: Any) -> None:
+        """Hands a request over; None ends it. The other thread."""
+        self._inbox.append(request)
+        if self._sleeps:
+            self._hub.wake()
 
     def run(self) -> None:
         """Does what comes in, in order."""
-        while (request := self._next()) is not None:
-            try:
-                answer: Any = getattr(self, _METHODS[request.method])(request)
-            except BaseException as error:
-                answer = error
+        goes_on = True
+        while goes_on:
+            self._sleeps = True  # before the look: who adds something later wakes the hub
+            self._hub.turn(0.0 if self._inbox else _TURN_SECONDS)
+            self._sleeps = False
+            self._answer_pushed()
+            end = self._hub.now() + _SLICE_SECONDS
+            with self._hub.together():
+                while goes_on and self._inbox:
+                    request = self._inbox.popleft()
+                    goes_on = request is not None
+                    if goes_on:
+                        self._do(request)
+                    if self._hub.now() > end:
+                        break
+        self._hub.close()
+
+    def _do(self, request: Any) -> None:
+        try:
+            answer: Any = getattr(self, _METHODS[request.method])(request)
+        except BaseException as error:
+            answer = error
+        if answer is not None:
             self._answer(request, answer)
-        if self._hub is not None:
-            self._hub.close()
 
-    def _next(self) -> Any:
-        """The next request; meanwhile the servers' connections are looked after."""
-        while True:
+    def _answer_pushed(self) -> None:
+        """Answers the closures whose pushes have arrived."""
+        while self._pushing and self._pushing[0].pushed.done:
+            done = self._pushing.popleft()
+            answer: Any
             try:
-                return self._inbox.get(timeout=None if self._hub is None else 0.5)
-            except queue.Empty:
-                if self._hub is not None:
-                    self._hub.turn(0.0)
+                staleness = max(done.pushed.result().staleness, default=0)
+                self._staleness = staleness
+                answer = _outcome(
+                    "ok", variant=done.variant, staleness=staleness, arrays=done.results
+                )
+            except _OUT_OF_REACH as error:
+                self._put_back(done.taken)
+                answer = _outcome("aborted", reason=str(error))
+            except Exception as error:
+                answer = _failure(error)
+            self._answer(done.request, answer)
 
-    # Each takes a request and gives its answer.
+    # Each takes a request and gives its answer, or None: that comes when its push has arrived.
 
     def _setup(self, request: Any) -> Message:
         """A coordinator begins: what another one left here is forgotten."""
         fields = dict(request.fields)
         if fields == self._told:  # it had lost sight of this worker
             return Message("ready", {}, ())
-        if self._hub is not None:
-            self._hub.close()
-        self._told = fields
+        self._told, before = fields, self._hub
         self._hub = Hub(self._name, self._key)
+        before.close()
+        self._answer_pushed()  # nobody waits for them
         peers = [self._hub.connect(address, name) for name, address in fields["servers"]]
         self._servers = Servers(
             self._hub, peers, fields["job"], self._hub.incarnation, _PULL_SECONDS
         )
-        for known in (self._specs, self._families, self._iterators, self._cancelled):
+        for known in (self._specs, self._families, self._iterators, self.cancelled):
             known.clear()
         return Message("ready", {}, ())
 
@@ -173,10 +226,10 @@ class _Computer:
             self._iterators.pop(number, None)
         return Message("forgotten", {}, ())
 
-    def _run(self, request: Any) -> Message:
+    def _run(self, request: Any) -> Message | None:
         closure = request.fields["closure"]
-        if closure in self._cancelled:
-            self._cancelled.discard(closure)
+        if closure in self.cancelled:
+            self.cancelled.discard(closure)
             return _outcome("aborted", reason="cancelled")
         taken: dict[tuple[int, int], list[np.ndarray]] = {}
         try:
@@ -190,7 +243,9 @@ class _Computer:
         except Exception as error:
             return _failure(error)
 
-    def _execute(self, request: Any, taken: dict[tuple[int, int], list[np.ndarray]]) -> Message:
+    def _execute(
+        self, request: Any, taken: dict[tuple[int, int], list[np.ndarray]]
+    ) -> Message | None:
         fields, servers = request.fields, self._servers
         if servers is None:
             raise NotReadyError("Expected a setup before a closure. Got none. Connect anew.")
@@ -220,24 +275,23 @@ class _Computer:
         results, local, handed = runner.compute(
             whole, rows, wanted, arguments, given, variant.zeros
         )
-        staleness = None
-        if items := [
-            Item(Unit(i["uid"], variant.vids[i["uid"]], {}), i["rows"], i["handed"])
+        items = [
+            Item(variant.units[i["uid"]], i["rows"], i["handed"])
             for i in runner.items(handed, wanted)
-        ]:
-            pushed = servers.push(
-                fields["token"],
-                fields["below"],
-                items,
-                pulled=versions,
-                round=fields["round"],
-                staged=variant.staged,
-                weight=fields["weight"],
-            )
-            staleness = self._staleness = max(pushed.staleness, default=0)
-        return _outcome(
-            "ok", variant=variant.plan, staleness=staleness, arrays=(*results, *local)
+        ]
+        if not items:
+            return _outcome("ok", variant=variant.plan, arrays=(*results, *local))
+        pushed = servers.post_push(
+            fields["token"],
+            fields["below"],
+            items,
+            pulled=versions,
+            round=fields["round"],
+            staged=variant.staged,
+            weight=fields["weight"],
         )
+        self._pushing.append(_Pushing(request, pushed, variant.plan, (*results, *local), taken))
+        return None
 
     def _take(self, iterator: int, at: Sequence[int] | None) -> list[np.ndarray]:
         try:
@@ -247,7 +301,9 @@ class _Computer:
 
     def _put_back(self, taken: dict[tuple[int, int], list[np.ndarray]]) -> None:
         for iterator in dict.fromkeys(i for i, _ in taken):
-            elements = [e for (i, _), e in sorted(taken.items(), key=lambda x: x[0]) if i == iterator]
+            elements = [
+                e for (i, _), e in sorted(taken.items(), key=lambda x: x[0]) if i == iterator
+            ]
             self._iterators[iterator].put_back(elements)
         taken.clear()
 
@@ -269,7 +325,7 @@ class _Variant:
     Attributes:
         elements: (iterator, turn) of each element that it reads, in order.
         staged: the updates that wait for the round's commit; None for all.
-        vids: the variables of each update.
+        units: the updates that it pushes to, by name.
         zeros: what a closure starts with of the coordinator's own variables.
     """
 
@@ -277,9 +333,28 @@ class _Variant:
         self.plan = fields["plan"]
         self.runner = Runner(parts)
         self.staged = fields["staged"]
-        self.vids = {uid: tuple(vids) for uid, vids in fields["units"]}
+        self.units = {uid: Unit(uid, tuple(vids), {}) for uid, vids in fields["units"]}
         self.zeros = [np.zeros(shape, dtype) for shape, dtype in fields["local"]]
         self.elements = sorted({tuple(g.key[:2]) for g in parts.given if g.kind == "element"})
+
+
+@dataclasses.dataclass(slots=True)
+class _Pushing:
+    """A closure whose push is on its way.
+
+    Attributes:
+        request: to be answered then.
+        pushed: the push.
+        variant: number of its plan.
+        results: what it is answered with.
+        taken: elements that it has read.
+    """
+
+    request: Any
+    pushed: Pending[Pushed]
+    variant: int
+    results: tuple[np.ndarray, ...]
+    taken: dict[tuple[int, int], list[np.ndarray]]
 
 
 class _Ended(Exception):
@@ -301,7 +376,9 @@ def _failure(error: Exception) -> Message:
         pickled = _bytes(cloudpickle.dumps(error))
     except Exception:  # an exception may hold anything
         pickled = _bytes(b"")
-    return _outcome("error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text)
+    return _outcome(
+        "error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text
+    )
 
 
 def _bytes(data: bytes) -> np.ndarray:

@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+_NEW_PART = 0.1  # of a mean that forgets, what the newest value weighs
+
 
 class Worker:
     """One worker task.
 
     Attributes:
         held: closures that it has and has not answered, and since when, oldest first.
+        depth: how many it may have in hand.
         ended: per-worker iterators that have no more data here.
         why: why it was lost last.
     """
 
-    __slots__ = ("ended", "held", "incarnation", "name", "removed", "up", "where", "why")
+    __slots__ = (
+        "_answered", "_pace", "depth", "ended", "held", "incarnation", "name", "removed", "up",
+        "where", "why",
+    )  # fmt: skip
 
-    def __init__(self, name: str, where: str) -> None:
+    def __init__(self, name: str, where: str, depth: int) -> None:
         self.name = name
         self.where = where
+        self.depth = depth
+        self._answered = 0.0
+        self._pace: float | None = None
         self.incarnation: str | int | None = None
         self.up = False
         self.removed = False
@@ -31,6 +40,14 @@ class Worker:
     def active(self) -> bool:
         """Whether it takes closures."""
         return self.up and not self.removed
+
+    def answered(self, since: float, now: float) -> float:
+        """Notes an answer to what it had in hand; gives the seconds that it takes for one."""
+        seconds = now - max(since, self._answered)
+        self._answered = now
+        pace = seconds if self._pace is None else self._pace
+        self._pace = pace + (seconds - pace) * _NEW_PART
+        return self._pace
 
     def __str__(self) -> str:
         return f"{self.name} at {self.where}" if self.where else self.name
@@ -54,13 +71,16 @@ class Pool:
         if level is not None:
             del self._levels[level][name]
         if worker.active and not (self.needs and self.needs & worker.ended):
-            level = min(len(worker.held), len(self._levels) - 1)
+            full = len(self._levels) - 1
+            level = len(worker.held) if len(worker.held) < worker.depth else full
             self._levels[level][name] = worker
             self._level[name] = level
 
     def least(self) -> Worker | None:
         """Who has least in hand, and is not full; of these, who has waited longest."""
-        for level in self._levels[:-1]:
+        if len(self._levels[-1]) == len(self._level):
+            return None
+        for level in self._levels:
             if level:
                 return next(iter(level.values()))
         return None
@@ -73,7 +93,8 @@ class Pool:
         """A worker that has at least two closures in hand, and most of all."""
         for level in self._levels[:1:-1]:
             if level:
-                return next(iter(level.values()))
+                worker = next(iter(level.values()))
+                return worker if len(worker.held) > 1 else None
         return None
 
 
@@ -82,12 +103,15 @@ class Workers:
 
     Args:
         depth: how many closures a worker has in hand at most.
+        short_depth: likewise where they are short.
+        ahead: as many closures as take this time, in seconds, are short.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, short_depth: int = 1, ahead: float = 0.0) -> None:
         self.active = 0
-        self.any = Pool(frozenset(), depth)
-        self._depth = depth
+        self._depth, self._ahead = depth, ahead
+        self._most = max(depth, short_depth) if ahead else depth
+        self.any = Pool(frozenset(), self._most)
         self._all: dict[str, Worker] = {}
         self._pools: dict[frozenset[str], Pool] = {frozenset(): self.any}
 
@@ -102,7 +126,7 @@ class Workers:
         """A worker of this name belongs to the job; it need not be there yet."""
         worker = self._all.get(name)
         if worker is None:
-            worker = self._all[name] = Worker(name, where)
+            worker = self._all[name] = Worker(name, where, self._depth)
         worker.where = where or worker.where
         return worker
 
@@ -111,7 +135,7 @@ class Workers:
         key = frozenset(needs)
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = Pool(key, self._depth)
+            pool = self._pools[key] = Pool(key, self._most)
             for worker in self._all.values():
                 pool.place(worker)
         return pool
@@ -128,6 +152,14 @@ class Workers:
         for pool in self._pools.values():
             pool.place(worker)
         self.active = len(self.any)
+
+    def answered(self, worker: Worker, since: float, now: float) -> None:
+        """A worker has answered a closure that it had in hand since then."""
+        pace = worker.answered(since, now)
+        if self._ahead:
+            fit = int(self._ahead / pace) if pace * self._most > self._ahead else self._most
+            worker.depth = max(self._depth, fit)
+        self.place(worker)
 
     def forget(self, worker: Worker) -> None:
         """A worker belongs to the job no more."""

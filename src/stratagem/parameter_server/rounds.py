@@ -114,7 +114,8 @@ class Rounds:
         """The weighted sum of what closures staged, one change a unit and shard.
 
         Floating-point gradients are multiplied by their weights, and for the mean divided by the
-        sum of the weights; integers are only added. Scalars are those of the first closure.
+        sum of the weights; integers are only added. A scalar that is the same in all closures,
+        as a learning rate is, stays as it is.
 
         Raises:
             ValueError: a unit got rows from one closure and all of it from another.
@@ -160,11 +161,13 @@ def _sum(found: Sequence[tuple[float, Change]]) -> Change:
         rows = np.unique(np.concatenate([c.rows for _, c in found if c.rows is not None]))
     handed = []
     for i, (kind, value) in enumerate(first.handed):
-        if kind == "scalar":
-            handed.append((kind, value))
-            continue
         terms = [(w, change.handed[i][1], change.rows) for w, change in found]
-        handed.append((kind, _weighted(terms, rows if kind == "rows" else None)))
+        if kind == "scalar" and all(np.array_equal(value, v, equal_nan=True) for _, v, _ in terms):
+            handed.append((kind, value))  # such as a learning rate, to the last bit
+        elif value.dtype == np.bool_:  # such as whether all gradients are finite
+            handed.append((kind, np.logical_and.reduce([v for _, v, _ in terms])))
+        else:
+            handed.append((kind, _weighted(terms, rows if kind == "rows" else None)))
     return Change(first.uid, first.shard, rows, tuple(handed))
 
 

@@ -29,7 +29,10 @@ class Carrier(Protocol):
         """What a new connection shares beside the frames."""
 
     def send(self, way: Any, header: bytes, arrays: Sequence[np.ndarray]) -> None:
-        """Sends a message, or loses it. Never waits."""
+        """Sends a message, small ones with the next `flush`, or loses it. Never waits."""
+
+    def flush(self) -> None:
+        """Sends what was kept to be sent together."""
 
     def receive(self, seconds: float) -> list[tuple[Any, list[Any]]]:
         """Waits for messages, a wake or the time; gives (way, frames), some of what came."""

@@ -6,12 +6,13 @@ costs what came and what is due, however many peers there are.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ from stratagem.transport.sockets import Sockets
 HEARTBEAT_SECONDS = 1.0
 """How often a peer is pinged, and asked about requests that have no answer."""
 
+_GATHER_SECONDS = 0.0005  # for which small messages are kept, to leave together
 _WAIT_SECONDS = 60.0  # of one turn of a wait
 _MOST_CLIENTS = 1 << 16
 _SWEEP_SECONDS = 30.0  # between looks for clients that can be forgotten
@@ -73,6 +75,7 @@ class Hub:
         self._serve: Serve | None = None
         self._due: list[tuple[float, int, Peer]] = []
         self._order = itertools.count()
+        self._together = 0  # whoever sends now flushes later
         self.inside = 0  # handlers and callbacks that run now
         self._came: deque[tuple[Any, list[Any]]] = deque()
         self._sweep = self.looked + _SWEEP_SECONDS
@@ -147,12 +150,24 @@ class Hub:
                 happened, also after `wake`.
         """
         self._not_inside("turn")
+        self._carrier.flush()
         if not self._came:
             if self._due:
                 seconds = min(seconds, self._due[0][0] - self.now())
             self._came.extend(self._carrier.receive(max(0.0, seconds)))
+        with self.together():
+            self._look()
+        if self._due:
+            self._carrier.alarm(self._due[0][0])
+
+    def _look(self) -> None:
+        """Delivers what came, and does what is due."""
+        flushed = self.now()
         while self._came:  # it is kept where a callback raises
             self._deliver(*self._came.popleft())
+            if (now := self.now()) - flushed > _GATHER_SECONDS:
+                self._carrier.flush()
+                flushed = now
         now = self.now()
         if not self._carrier.more():
             self.looked = now
@@ -164,8 +179,20 @@ class Hub:
                 peer.shares.tick()
         if now >= self._sweep:
             self._forget_clients(now)
-        if self._due:
-            self._carrier.alarm(self._due[0][0])
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Small messages that are posted or answered in here leave together, at the end of it.
+
+        Whoever stays in here for long flushes, by a turn.
+        """
+        self._together += 1
+        try:
+            yield
+        finally:
+            self._together -= 1
+            if not self._together and not self._closed:
+                self._carrier.flush()
 
     def wake(self) -> None:
         """Ends a turn that waits, or the next one. Any thread may call it."""
@@ -244,6 +271,8 @@ class Hub:
         """Sends a message."""
         if not self._closed:
             self._carrier.send(way, prefix.pack() + body, arrays)
+            if not self._together:
+                self._carrier.flush()
 
     def new_shares(self) -> Shares:
         """See `Carrier.shares`."""

@@ -252,6 +252,9 @@ class LocalCarrier:
         frames = [header, *(array.tobytes() for array in arrays)]
         self._network.carry(self, way, frames)
 
+    def flush(self) -> None:
+        """Nothing: each message travels alone, as each has a fate of its own."""
+
     def receive(self, seconds: float) -> list[tuple[Way, list[Any]]]:
         """Waits on the network's clock, on which the other hubs live on meanwhile."""
         until = self.now() + seconds

@@ -19,7 +19,7 @@ import zmq
 
 from stratagem.cluster.keys import Key
 from stratagem.cluster.rollcall import split_address
-from stratagem.transport import curve
+from stratagem.transport import bundles, curve
 from stratagem.transport.doorbell import Doorbell
 from stratagem.transport.message import Limits
 from stratagem.transport.refusals import Refusals
@@ -71,6 +71,7 @@ class Sockets:
         self._zap: Any = None
         self._doorkeeper: curve.Doorkeeper | None = None
         self._refusals: Refusals | None = None
+        self._outbox: dict[Way, list[list[bytes]]] = {}  # small messages, until `flush`
         self._links = itertools.count(1)
         self._addresses: dict[bytes, str] = {}
 
@@ -129,6 +130,20 @@ class Sockets:
         return SharedMemory() if self._share else Shares()
 
     def send(self, way: Way, header: bytes, arrays: Sequence[np.ndarray]) -> None:
+        if len(header) + sum(array.nbytes for array in arrays) <= bundles.MOST_BYTES:
+            message = [header, *(array.tobytes() for array in arrays)]
+            self._outbox.setdefault(way, []).append(message)
+            return
+        if way in self._outbox:  # what was sent before arrives before
+            self._send(way, bundles.join(self._outbox.pop(way)), ())
+        self._send(way, header, arrays)
+
+    def flush(self) -> None:
+        while self._outbox:
+            way, messages = self._outbox.popitem()
+            self._send(way, bundles.join(messages), ())
+
+    def _send(self, way: Way, header: bytes, arrays: Sequence[np.ndarray]) -> None:
         mine, route = way
         socket = self._out if mine else self._in
         if socket is None:
@@ -173,6 +188,7 @@ class Sockets:
         self._bell.ring()
 
     def close(self, asked: float, answered: float) -> None:
+        self.flush()
         if self._refusals is not None:
             self._refusals.close()
         if self._zap is not None:
@@ -212,7 +228,13 @@ class Sockets:
     def _read(self, mine: bool, socket: Any, came: list[Any]) -> None:
         """Takes messages from a socket."""
         while socket.getsockopt(_EVENTS) & _READABLE:
-            came.append(((mine, socket.recv(_NOBLOCK)), self._frames(socket)))
+            way = (mine, socket.recv(_NOBLOCK))
+            frames = self._frames(socket)
+            bundle = bundles.split(frames[0], self._limits.items) if len(frames) == 1 else None
+            if bundle is None:
+                came.append((way, frames))
+            else:
+                came.extend((way, message) for message in bundle)
             if len(came) >= _BATCH:
                 return
 

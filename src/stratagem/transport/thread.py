@@ -29,7 +29,7 @@ class HubThread:
     """
 
     def __init__(self, make: Callable[[], Any], name: str):
-        self._work: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
+        self._work: deque[tuple[Callable[[Any], Any], Future[Any] | None]] = deque()
         self._ticks: list[tuple[float, Callable[[], None]]] = []
         self._closing = False
         self._waits = False
@@ -59,7 +59,7 @@ class HubThread:
 
     def later(self, work: Callable[[Any], Any]) -> None:
         """Asks for `work(hub)`; in the hub's own thread it is done after the turn, not at once."""
-        self._work.append((work, Future()))
+        self._work.append((work, None))
         if self._waits and threading.current_thread() is not self._thread:
             self._hub.wake()
 
@@ -106,9 +106,10 @@ class HubThread:
                 self._waits = True  # before the look at the work: who adds some later wakes us
                 if self._work or self._closing:
                     self._waits = False
-                    while self._work:
-                        work, future = self._work.popleft()
-                        _settle(future, work, self._hub)
+                    with self._hub.together():
+                        while self._work:
+                            work, future = self._work.popleft()
+                            _settle(future, work, self._hub)
                     if self._closing:
                         return
                 self._hub.turn(self._tick(due))
@@ -130,8 +131,14 @@ class HubThread:
         return max(0.0, wait)
 
 
-def _settle(future: Future[Any], work: Callable[[Any], Any], hub: Any) -> None:
+def _settle(future: Future[Any] | None, work: Callable[[Any], Any], hub: Any) -> None:
     try:
-        future.set_result(work(hub))
+        result = work(hub)
     except BaseException as error:
-        future.set_exception(error)
+        if future is None:
+            _log.exception("In the thread %s", threading.current_thread().name)
+        else:
+            future.set_exception(error)
+    else:
+        if future is not None:
+            future.set_result(result)
