@@ -179,6 +179,35 @@ def test_the_last_incomplete_round_ends_with_join():
     assert Wake() in state.committed(1, 0.0)
 
 
+def test_a_round_that_a_server_could_not_apply_is_computed_again():
+    state = start(2, consistency=Synchronous())
+    state.schedule(0.0)
+    state.schedule(0.0)
+    finish(state, 0, 0, rows=1)
+    assert Commit(0, (0, 1), (0.5, 0.5), ()) in finish(state, 1, 1, rows=1)
+    assert state.lacks(7, 0.0) == []  # a round of before
+    again = state.lacks(0, 0.0)
+    assert [(each.closure, each.round) for each in again] == [(0, 0), (1, 0)]
+    finish(state, 0, 0, rows=1)
+    assert Commit(0, (0, 1), (0.5, 0.5), ()) in finish(state, 1, 1, rows=1)
+    assert Counted in kinds(state.committed(0, 0.0))
+    assert state.counts.finished == 2
+
+
+def test_workers_have_more_in_hand_where_closures_are_short():
+    state = start(1, short_depth=8, ahead=0.02)
+    for _ in range(200):
+        state.schedule(0.0)
+    (worker,) = state._workers
+    now, sizes = 0.0, {}
+    for seconds in (0.001, 1.0):
+        for _ in range(80):
+            now += seconds
+            finish(state, 0, next(iter(worker.held)), now=now)
+        sizes[seconds] = len(worker.held)
+    assert sizes == {0.001: 8, 1.0: 2}
+
+
 def test_a_late_gradient_is_dropped_and_its_rows_are_counted():
     state = start(3, consistency=Synchronous(backup=1))
     for _ in range(3):

@@ -25,7 +25,7 @@ def test_a_dataset_function_that_raises(served):
 
 
 def test_a_row_number_that_is_not_in_the_table(served):
-    """The first error once, with the worker's traceback and the user's own line; then all is well."""
+    """The first error once, with the worker's traceback and the user's line; then all is well."""
     strategy = served(2, 1)
     coordinator = ClusterCoordinator(strategy)
     with strategy.scope():

@@ -146,9 +146,7 @@ def _piece(
     }  # fmt: skip
 
 
-def _column(
-    name: str | int, array: np.ndarray, offset: int, checksum: Future[int]
-) -> list[Any]:
+def _column(name: str | int, array: np.ndarray, offset: int, checksum: Future[int]) -> list[Any]:
     return [name, array.dtype.name, list(array.shape), offset, checksum.result()]
 
 

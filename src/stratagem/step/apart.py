@@ -287,9 +287,7 @@ class _Division:
                 if eqn.primitive not in (primitives.given_p, row_number_p):
                     write_all(env, eqn.outvars, perform(eqn, read_all(env, eqn.invars)))
             found = read_all(env, [operands.get(v, v) for v in numbers])
-            return [
-                x if v in operands else x[..., 0] for v, x in zip(numbers, found, strict=True)
-            ]
+            return [x if v in operands else x[..., 0] for v, x in zip(numbers, found, strict=True)]
 
         return ship(run, self._inputs(given))
 
