@@ -1,6 +1,6 @@
 """Training that counts: how often each row was trained on, on the servers and in a metric.
 
-Arguments: a directory, and JSON with `epochs`, `pause` (seconds a batch) and the strategy's arguments.
+Arguments: a directory, and JSON with `epochs`, `pause` and what the strategy takes.
 """
 
 from __future__ import annotations
