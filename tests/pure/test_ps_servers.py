@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.errors import BackupError, NotReadyError, PeerTimeoutError, RemoteError
+from stratagem.errors import (
+    BackupError,
+    JobMismatchError,
+    NotReadyError,
+    PeerTimeoutError,
+    RemoteError,
+)
 from stratagem.parameter_server import initial
 from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.jobs import WAITING, Jobs
@@ -167,13 +173,32 @@ def test_what_a_server_without_state_says():
     assert servers.hello(start=True)[0]["ready"]  # again: nothing is lost
     assert servers.status()[0]["variables"] == 2
     other = cluster.client(job="other", hub=cluster.network.hub("other"))
-    with pytest.raises(RemoteError, match="JobMismatchError: ps 0: expected requests of the job"):
+    with pytest.raises(JobMismatchError, match="ps 0.*: expected requests of the job"):
         other.pull([servers.specs[0]])
     other.hello(start=True)
     assert other.status()[0]["variables"] == 0
     cluster.network.kill(cluster.servers[0].hub)
     cluster.servers[0] = cluster.serve(0)
     assert [h["ready"] for h in other.hello()] == [False, True]
+
+
+def test_long_work_ends_where_the_state_that_it_writes_is_replaced():
+    server = ParameterServer(LocalNetwork().hub("ps 0"), 0)
+    server.jobs = Jobs()  # not eager: each step on its own
+    ends = []
+    for _ in range(2):  # a restore, and a second one before the first is done
+        server._begin("job")
+        server.jobs.start(server._while_here(iter_twice()), ends.append)
+    server.jobs.run(10.0)
+    assert isinstance(ends[0], NotReadyError)
+    assert "a later request restores it" in str(ends[0])
+    assert ends[1:] == ["done"]
+
+
+def iter_twice():
+    yield
+    yield
+    return "done"
 
 
 def test_a_server_that_is_silent_is_named():

@@ -481,3 +481,27 @@ def test_scalars_that_differ_are_combined_in_a_round():
     assert rate == RATE
     flags = [(0.5, Change("sgd", 0, None, (("scalar", np.bool_(v)),))) for v in (True, False)]
     assert rounds._sum(flags).handed[0][1] == np.bool_(False)
+
+
+def test_an_operation_that_a_dtype_lacks_takes_no_token():
+    store = Store(0)
+    spec = Placement(1).place(0, "on", (3,), "bool")
+    store.create([spec], {0: initial.constant(False)})
+    with pytest.raises(ValueError, match="an operation that bool has. Got 'sub'"):
+        store.assign(0, 0, "sub", np.ones(3, bool), token=("client", 0, 0))
+    assert store.assign(0, 0, "set", np.ones(3, bool), token=("client", 0, 0))
+
+
+def test_two_units_of_one_name_are_refused_together():
+    store = table()
+    with pytest.raises(ValueError, match="unit new: expected the one that is installed"):
+        store.install([Unit("new", (0,), SGD), Unit("new", (1,), SGD)])
+    assert "new" not in store.units
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_variables_without_elements(shape):
+    spec = Placement(1, FixedShardsPartitioner(2)).place(0, "v", shape, "float32")
+    store = Store(0)
+    store.create([spec], {0: initial.uniform(0, 1, 1)})
+    assert sum(store.read(0, i, s.start, s.stop).size for i, s in enumerate(spec.shards)) == 0

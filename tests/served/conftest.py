@@ -33,7 +33,7 @@ class Cluster:
         )
         self.resolver = SimpleClusterResolver(self.spec, task_type="chief", task_id=0)
         self.programs: dict[tuple[str, int], Any] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[tuple[str, int], threading.Thread] = {}
         for job, count in (("ps", servers), ("worker", workers)):
             for index in range(count):
                 self.start(job, index)
@@ -50,7 +50,7 @@ class Cluster:
 
         thread = threading.Thread(target=run, name=f"{job} {index}")
         thread.start()
-        self._threads.append(thread)
+        self._threads[job, index] = thread
         assert made.wait(10.0)
 
     def add_worker(self) -> str:
@@ -63,16 +63,16 @@ class Cluster:
         return address
 
     def stop(self, job: str, index: int) -> None:
-        """Ends a task."""
+        """Ends a task; its port is free then."""
         self.programs.pop((job, index)).stop()
+        thread = self._threads.pop((job, index))
+        thread.join(10.0)
+        assert not thread.is_alive(), thread.name
 
     def close(self) -> None:
         """Ends all tasks."""
         for task in list(self.programs):
             self.stop(*task)
-        for thread in self._threads:
-            thread.join(10.0)
-            assert not thread.is_alive(), thread.name
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import heapq
 from typing import Any
 
 from stratagem.coordinator.closures import Closure, Phase
+from stratagem.coordinator.consistency import Rounds
 from stratagem.coordinator.flights import Flights
 from stratagem.coordinator.instructions import Cancel, Install, Instruction, Outcome
 from stratagem.coordinator.workers import Worker
@@ -170,3 +171,19 @@ class Answers(Flights):
             self._no_more(leases)
         self._resolve(closure, "cancelled" if closure.cancelled else "ended")
         self._forget(closure)
+
+    def _unstage(self, rounds: Rounds) -> None:
+        """A server has lost what was staged in it: the round's gradients are made once more."""
+        staged = rounds.unstage()
+        for closure in list(self._closures.values()):
+            if closure.number in rounds:  # Also one that waits for another worker.
+                closure.restaged = True
+                closure.doubtful = set(closure.holders)
+        for number in staged:
+            closure = self._closures[number]
+            closure.restaged = True
+            closure.phase = Phase.WAITING
+            if self._cancelling:
+                self._drop(closure)
+            else:
+                self._put_back(closure)

@@ -232,10 +232,8 @@ class Dispatcher:
     def _wait_for_results(self) -> None:
         """Waits until some more is carried out."""
         self._watching += 1
-        try:
-            self._changed.wait(_LOOK_SECONDS)
-        finally:
-            self._watching -= 1
+        self._changed.wait(_LOOK_SECONDS)
+        self._watching -= 1
 
     # The hub's thread.
 

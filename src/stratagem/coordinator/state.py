@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 
 from stratagem.coordinator.answers import Answers
 from stratagem.coordinator.closures import Closure, Phase
-from stratagem.coordinator.consistency import Rounds
 from stratagem.coordinator.flights import Question
 from stratagem.coordinator.instructions import (
     Answer,
@@ -316,22 +315,6 @@ class State(Answers):
         if self._rounds is not None and self._servers.losses != losses:
             self._unstage(self._rounds)
         return self._end(now)
-
-    def _unstage(self, rounds: Rounds) -> None:
-        """A server has lost what was staged in it: the round's gradients are made once more."""
-        staged = rounds.unstage()
-        for closure in list(self._closures.values()):
-            if closure.number in rounds:  # Also one that waits for another worker.
-                closure.restaged = True
-                closure.doubtful = set(closure.holders)
-        for number in staged:
-            closure = self._closures[number]
-            closure.restaged = True
-            closure.phase = Phase.WAITING
-            if self._cancelling:
-                self._drop(closure)
-            else:
-                self._put_back(closure)
 
     # Time.
 

@@ -123,6 +123,20 @@ def update(
                 block.put(here, values)
 
 
+def check_operation(op: str, dtype: np.dtype, by_row: bool) -> None:
+    """Raises ValueError for no operation, or one that a dtype lacks, such as "sub" of booleans."""
+    if op not in OPERATIONS:
+        raise ValueError(f"Expected an operation of {', '.join(OPERATIONS)}. Got {op!r}.")
+    one = np.zeros(1, dtype)
+    try:
+        assign(Block(one), op, np.zeros(1, np.int64) if by_row else ..., one.copy())
+    except TypeError as error:
+        raise ValueError(
+            f"Expected an operation that {dtype} has. Got {op!r}: {error}. Read the value, and set "
+            "the new one."
+        ) from error
+
+
 def assign(block: Block, op: str, where: Any, value: np.ndarray) -> None:
     """Changes values by one of `OPERATIONS`.
 

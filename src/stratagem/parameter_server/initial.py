@@ -79,6 +79,8 @@ def fill(
         first: the number of the first of them in the whole variable.
         total: how many rows the whole variable has.
     """
+    if not out.size:
+        return
     rows = out.reshape(-1, math.prod(row_shape))
     size = max(1, _BLOCK // max(1, rows.shape[1]))  # rows in a block
     at, last = first, first + len(rows)

@@ -31,7 +31,7 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = _positive("num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        return _parts(shape, axis, min(self._num_shards, _size(shape, axis)))
+        return _parts(shape, axis, max(1, min(self._num_shards, _size(shape, axis))))
 
 
 class MinSizePartitioner(Partitioner):
@@ -87,7 +87,7 @@ class MaxSizePartitioner(Partitioner):
         row_bytes = math.prod(shape) // rows * _item_bytes(dtype, self._bytes_per_string)
         rows_in_shard = max(1, self._max_shard_bytes // row_bytes) if row_bytes else rows
         wanted = math.ceil(rows / rows_in_shard)
-        return _parts(shape, axis, min(self._max_shards or wanted, wanted))
+        return _parts(shape, axis, max(1, min(self._max_shards or wanted, wanted)))
 
 
 def _positive(name: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ from stratagem.errors import (
     BackupError,
     BackupMismatchError,
     CorruptBackupError,
+    JobMismatchError,
     NotReadyError,
     RemoteError,
 )
@@ -18,8 +19,8 @@ from stratagem.transport.outgoing import Ticket
 # What a server raises and a caller may want to catch; the rest stays RemoteError.
 _ERRORS: dict[str, type[Exception]] = {
     e.__name__: e
-    for e in (NotReadyError, BackupError, BackupMismatchError, CorruptBackupError, ValueError,
-              MemoryError)
+    for e in (NotReadyError, BackupError, BackupMismatchError, CorruptBackupError, JobMismatchError,
+              ValueError, MemoryError)
 }  # fmt: skip
 
 T = TypeVar("T")

@@ -239,7 +239,7 @@ class Placement:
                 f"returns a list whose first number is positive and whose others are 1. Got "
                 f"{parts}. Variables are cut along their first axis only."
             )
-        return min(int(parts[0]), shape[0])
+        return max(1, min(int(parts[0]), shape[0]))
 
 
 def is_count(value: Any) -> bool:

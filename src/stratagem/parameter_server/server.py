@@ -65,6 +65,7 @@ class ParameterServer:
         self.replicator: Replicator | None = None
         self.store.elsewhere = lambda: self.mirrors.nbytes
         self._snapshot: int | None = None
+        self._begun = 0  # how often the state was replaced
 
     def replicate_to(self, peer: Peer, seconds: float = 5.0) -> None:
         """Lets another ps keep a copy of this one's state.
@@ -165,7 +166,7 @@ class ParameterServer:
                 if answer is not None:
                     request.answer(_message(request, answer))
 
-        self.jobs.start(self.store.creating(specs, starts), done)
+        self.jobs.start(self._while_here(self.store.creating(specs, starts)), done)
 
     def _take_snapshot(self, request: Request, said: Fields) -> None:
         self._check_job(said)
@@ -225,17 +226,44 @@ class ParameterServer:
         if self._snapshot is not None:
             raise BackupError("Expected no snapshot to be written during a restore. Wait for it.")
         self._begin(job)
+        begun = self._begun
 
         def done(result: Any) -> None:
             if isinstance(result, Exception):
-                self._begin("")
+                if begun == self._begun:
+                    self._begin("")
                 request.fail(result)
                 return
             self.ready = True
             self._replicate_anew()
             request.answer(fields=result)
 
-        self.jobs.start(steps(), done)
+        self.jobs.start(self._while_here(steps()), done)
+
+    def _while_here(self, steps: Steps) -> Steps:
+        """A job that ends with NotReadyError where the state that it writes is replaced."""
+        return self._until(self._begun, steps)
+
+    def _until(self, begun: int, steps: Steps) -> Steps:
+        error = None
+        try:
+            while True:
+                try:
+                    wait = next(steps) if error is None else steps.throw(error)
+                except StopIteration as end:
+                    return end.value
+                error = None
+                try:
+                    yield wait
+                except Exception as e:  # of what it waits for
+                    error = e
+                if begun != self._begun:
+                    raise NotReadyError(
+                        f"ps {self.index}: expected the state to stay until this was done. "
+                        "Another job has begun, or a later request restores it. Ask again."
+                    )
+        finally:
+            steps.close()
 
     def _mirror(self, request: Request, said: Fields) -> Answer | None:
         return self.mirrors.serve(request, said)
@@ -259,6 +287,7 @@ class ParameterServer:
         }  # fmt: skip
 
     def _begin(self, job: str) -> None:
+        self._begun += 1
         self.store.clear()
         self.job, self.ready = job, False
 

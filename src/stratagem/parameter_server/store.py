@@ -14,7 +14,7 @@ import numpy as np
 
 from stratagem.parameter_server import checks, initial, memory
 from stratagem.parameter_server.applied import Applied, Tokens
-from stratagem.parameter_server.block import OPERATIONS, Block, assign, update
+from stratagem.parameter_server.block import Block, assign, check_operation, update
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.parameter_server.rounds import Change, Committed, Pushed, Rounds
@@ -215,8 +215,7 @@ class Store:
             ValueError: any of these is wrong.
         """
         block = self.block(vid, shard)
-        if op not in OPERATIONS:
-            raise ValueError(f"Expected an operation of {', '.join(OPERATIONS)}. Got {op!r}.")
+        check_operation(op, block.array.dtype, isinstance(rows, np.ndarray))
         if isinstance(rows, np.ndarray):
             checks.row_numbers(block, rows)
             shape: tuple[int, ...] = (len(rows), *block.array.shape[1:])

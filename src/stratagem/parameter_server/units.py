@@ -32,17 +32,18 @@ class Units:
 
     def install(self, units: Sequence[Unit], specs: Specs) -> None:
         """Adds units, or none; see `Store.install`."""
-        programs = {}
+        programs: dict[int | str, RowProgram | WholeProgram] = {}
+        new: dict[int | str, Unit] = {}
         for unit in units:
-            here = self.units.get(unit.uid)
+            here = self.units.get(unit.uid) or new.get(unit.uid)
             if here is not None and here != unit:
                 raise ValueError(
                     f"unit {unit.uid}: expected the one that is installed, of variables "
                     f"{here.vids}. Got another one, of {unit.vids}. Give it another number."
                 )
             if here is None:
-                programs[unit.uid] = _program(unit, specs)
-        self.units.update((unit.uid, unit) for unit in units)
+                programs[unit.uid], new[unit.uid] = _program(unit, specs), unit
+        self.units.update(new)
         self._programs.update(programs)
 
     def remove(self, vids: set[int]) -> None:

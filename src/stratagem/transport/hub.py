@@ -182,10 +182,7 @@ class Hub:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Small messages that are posted or answered in here leave together, at the end of it.
-
-        Whoever stays in here for long flushes, by a turn.
-        """
+        """Small messages that are posted or answered in here leave at its end, or at a turn."""
         self._together += 1
         try:
             yield

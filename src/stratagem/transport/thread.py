@@ -112,7 +112,9 @@ class HubThread:
                             _settle(future, work, self._hub)
                     if self._closing:
                         return
-                self._hub.turn(self._tick(due))
+                    self._waits = True
+                wait = self._tick(due)
+                self._hub.turn(0.0 if self._work else wait)
         finally:
             with contextlib.suppress(Exception):
                 self._hub.close()

@@ -1,0 +1,42 @@
+"""The thread of a hub comes at once to what others ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from threading import Event
+
+from stratagem.transport.thread import HubThread
+
+
+class Idle:
+    """A hub to which nothing comes: a turn ends with its time, or when it is woken."""
+
+    def __init__(self) -> None:
+        self._woken = Event()
+
+    def turn(self, seconds: float) -> None:
+        self._woken.wait(seconds)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_asked_for_after_other_work_waits_for_no_turn():
+    thread = HubThread(Idle, "asked")
+    begun = time.monotonic()
+    for i in range(20):
+        assert thread.do(lambda hub, i=i: i, "a number", 30.0) == i
+        time.sleep(0.005)  # the thread is in a turn again
+    taken = time.monotonic() - begun
+    thread.close()
+    assert taken < 5.0  # a turn is a second long
