@@ -118,8 +118,8 @@ class Flights:
         if closure.phase is Phase.FLYING:
             self._stopping[closure.number] = now + self.terms.cancel_seconds
             self._out += [Cancel(holder, closure.number) for holder in closure.holders]
-        elif closure.phase is not Phase.STAGED:
-            self._drop(closure)
+        elif closure.phase is not Phase.STAGED or self._broken is not None:
+            self._drop(closure)  # a round that a broken server will never apply ends too
 
     def _cancel_all(self, now: float) -> None:
         self._cancelling = self._flush = True
