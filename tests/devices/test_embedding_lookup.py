@@ -317,6 +317,6 @@ def test_tables_on_parameter_servers_are_pulled_by_row():
     model = keras.Sequential([keras.Input((3,), dtype="int32", batch_size=8), Bag()])
     optimizer = keras.optimizers.Adagrad(0.1)
     optimizer.build(model.trainable_variables)
-    job = Job(train_step(model, optimizer), *batches[0], sharded=("table",))
+    job = Job(train_step((model, optimizer)), *batches[0], sharded=("table",))
     assert [job.variables[vid].name for vid in job.parts.whole] == ["learning_rate"]
     compare(job, batches)

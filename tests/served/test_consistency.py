@@ -32,7 +32,9 @@ def trained(served, epochs=3, **arguments):
     with strategy.scope():
         model = make_model()
     history = model.fit(*data(), batch_size=8, epochs=epochs, verbose=0, shuffle=False)
-    assert int(model.optimizer.iterations.numpy()) == epochs * ROWS // 8
+    steps, updates = epochs * ROWS // 8, int(model.optimizer.iterations.numpy())
+    # Where rounds do not wait for all, a late gradient can have a round of its own.
+    assert updates >= steps if arguments.get("backup_workers") else updates == steps
     return ClusterCoordinator(strategy), history.history["loss"]
 
 
