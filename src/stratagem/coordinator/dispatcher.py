@@ -89,14 +89,14 @@ class Dispatcher:
             do.Warn: lambda i: _log.warning("%s", i.text),
         }
         self._crew = Crew(setup, self._event)
+        self._guard = Guard(link, told, self._event)
+        link.thread.do(self._guard.connect, "servers to be connected", 30)
         now = time.monotonic()
         for name, where in workers:
             self._add(self._state.add_worker(name, where, now))
-        self._guard = Guard(link, told, self._event)
         for peer, said in zip(link.servers.peers, told, strict=True):
             self._add(self._state.add_server(peer.name, peer.address, now))
             self._add(self._state.server_up(peer.name, said["incarnation"], said["ready"], now))
-        link.thread.do(self._guard.connect, "servers to be connected", 30)
         link.thread.do(lambda hub: self._crew.connect(hub, workers), "workers to be connected", 30)
         link.thread.each(_TICK_SECONDS, self._tick)
 
