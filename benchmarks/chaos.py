@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import stratagem  # before Keras
 
@@ -90,7 +92,7 @@ class Rows(keras.metrics.Metric):
 
     def result(self) -> Any:
         """Rows since the epoch began."""
-        return self.count
+        return self.count.value
 
 
 def build() -> Any:
@@ -117,8 +119,9 @@ def train(seconds: float, epochs: int | None, every: float | None, seed: int) ->
                 self.model.stop_training = True
 
     with (
-        ps_tasks.running("ps_task_stratagem.py", PS, WORKERS) as (cluster, tasks),
         tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"STRATAGEM_STATE_DIR": folder}),  # for the tasks too
+        ps_tasks.running("ps_task_stratagem.py", PS, WORKERS) as (cluster, tasks),
     ):
         strategy = stratagem.ParameterServerStrategy(
             stratagem.cluster_resolver.SimpleClusterResolver(
