@@ -68,11 +68,8 @@ def test_workers_are_added_and_removed(served):
     else:
         pytest.fail("the new worker never took part")
     with pytest.raises(ValueError, match="expected a value for each worker. Got 1, and worker 1"):
-        coordinator.fetch([
+        for _ in range(50):  # whichever asks first after it has failed is told, once
             coordinator.schedule(lambda x: x, (PerWorkerValues([np.float32(1)]),))
-            for _ in range(50)
-        ])  # fmt: skip
-    with pytest.raises(ValueError, match="Got 1, and worker 1"):
         coordinator.join()
     coordinator.remove_worker(0)
     for _ in range(200):
