@@ -67,10 +67,14 @@ def test_workers_are_added_and_removed(served):
             break
     else:
         pytest.fail("the new worker never took part")
-    with pytest.raises(ValueError, match="expected a value for each worker. Got 1, and worker 1"):
-        for _ in range(50):  # whichever asks first after it has failed is told, once
+
+    def too_few():  # whichever asks first after one has failed is told, once
+        for _ in range(50):
             coordinator.schedule(lambda x: x, (PerWorkerValues([np.float32(1)]),))
         coordinator.join()
+
+    with pytest.raises(ValueError, match="expected a value for each worker. Got 1, and worker 1"):
+        too_few()
     coordinator.remove_worker(0)
     for _ in range(200):
         if seen(8) == {1}:
