@@ -109,6 +109,14 @@ SERVERS = "stratagem"
 TF_SERVERS, TF_UNIQUE = "TensorFlow PSS", "TensorFlow PSS, ids made unique"
 
 
+def _served(what: str) -> tuple[Contender, Contender]:
+    """The two that every case of one ps and two workers has."""
+    return (
+        Contender(SERVERS, ("ps_stratagem.py", what, "1", "2"), needs="stratagem.coordinator"),
+        Contender(TF_SERVERS, ("ps_tensorflow.py", what, "1", "2"), PEER),
+    )
+
+
 def _closures(what: str, title: str) -> Case:
     return Case(
         f"{title}, 1 ps, 2 workers",
@@ -116,10 +124,7 @@ def _closures(what: str, title: str) -> Case:
         1000,
         9,
         (300, 3),
-        (
-            Contender(SERVERS, ("ps_stratagem.py", what, "1", "2"), needs="stratagem.coordinator"),
-            Contender(TF_SERVERS, ("ps_tensorflow.py", what, "1", "2"), PEER),
-        ),
+        _served(what),
         (Goal(SERVERS, (TF_SERVERS,), 10.0),),
     )
 
@@ -132,8 +137,7 @@ def _lookup(ids: str, bound: float) -> Case:
         9,
         (40, 3),
         (
-            Contender(SERVERS, ("ps_stratagem.py", ids, "1", "2"), needs="stratagem.coordinator"),
-            Contender(TF_SERVERS, ("ps_tensorflow.py", ids, "1", "2"), PEER),
+            *_served(ids),
             Contender(TF_UNIQUE, ("ps_tensorflow.py", f"{ids}-unique", "1", "2"), PEER),
         ),
         (Goal(SERVERS, (TF_SERVERS, TF_UNIQUE), bound),),

@@ -79,3 +79,30 @@ def loop(
     for _ in range(samples):
         wait_for_turn()
         say(sample=sample())
+
+
+def closures(
+    schedule: Callable[[], Any], join: Callable[[], Any], steps: int, samples: int
+) -> None:
+    """Times closures of a coordinator, in closures per second.
+
+    Args:
+        schedule: schedules one.
+        join: waits for all that were scheduled.
+        steps: closures in one sample.
+        samples: samples wanted.
+    """
+
+    def sample(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            schedule()
+        join()
+        return count / (time.perf_counter() - start)
+
+    first = 1 / sample(1)
+    sample(steps)  # warm
+    say(first=first)
+    for _ in range(samples):
+        wait_for_turn()
+        say(sample=sample(steps))

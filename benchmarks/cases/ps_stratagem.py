@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -101,20 +100,10 @@ def main() -> None:
         strategy = strategy_on(cluster)
         coordinator = stratagem.coordinator.ClusterCoordinator(strategy)
         step, args, result = CASES[arguments.what](strategy, coordinator)
-
-        def sample(steps: int) -> float:
-            start = time.perf_counter()
-            for _ in range(steps):
-                coordinator.schedule(step, args=args)
-            coordinator.join()
-            return steps / (time.perf_counter() - start)
-
-        first = 1 / sample(1)
-        sample(arguments.steps)  # warm
-        measure.say(first=first)
-        for _ in range(arguments.samples):
-            measure.wait_for_turn()
-            measure.say(sample=sample(arguments.steps))
+        measure.closures(
+            lambda: coordinator.schedule(step, args=args), coordinator.join,
+            arguments.steps, arguments.samples,
+        )  # fmt: skip
         measure.say(loss=result(), about={"jax": jax.__version__, "keras": keras.__version__})
         strategy.close()
 

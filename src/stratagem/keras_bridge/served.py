@@ -23,7 +23,7 @@ from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
-from stratagem.keras_bridge.state import state_groups
+from stratagem.keras_bridge.state import state_groups, traced_step
 from stratagem.strategies.parameter_server import ASYNCHRONOUS
 
 _LOG_SECONDS = 0.2  # between looks at the metrics for batch callbacks
@@ -147,17 +147,8 @@ class ServedStep:
         return value
 
     def _step(self, batch: Any) -> Any:
-        """What is traced: the model's own step, its state taken from and given to the program."""
-        scope = context.current().trace.scope
-        before = [[scope.local_value(v) for v in group] for group in self._groups]
-        results, after = getattr(self._model, f"{self._kind}_step")(tuple(before), batch)
-        if self._kind == "predict":  # gives back the non-trainable variables alone
-            after = (before[0], after)
-        for group, olds, news in zip(self._groups, before, after, strict=True):
-            for variable, old, new in zip(group, olds, news, strict=True):
-                if new is not old:
-                    scope.add_update((variable, new))
-        return results
+        """What is traced."""
+        return traced_step(self._model, self._kind, self._groups, batch)
 
     def _done(self, value: RemoteValue) -> None:
         if not value.cancelled() and value.exception() is None and not value.ended:

@@ -27,7 +27,7 @@ from stratagem.keras_bridge.handover import value_from
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.same_batches import SameBatches
 from stratagem.keras_bridge.served import ServedStep
-from stratagem.keras_bridge.state import state_groups
+from stratagem.keras_bridge.state import state_groups, traced_step
 from stratagem.step.execute import Compiled, Executor, Fit
 from stratagem.strategies import Strategy
 from stratagem.values import PerReplica
@@ -286,17 +286,8 @@ class ModelStep:
         return value
 
     def _step(self, batch: Any) -> Any:
-        """What is traced: the model's own step, its state taken from and given to the program."""
-        scope = context.current().trace.scope
-        before = [[scope.local_value(v) for v in group] for group in self._groups]
-        results, after = getattr(self._model, f"{self._kind}_step")(tuple(before), batch)
-        if self._kind == "predict":  # gives back the non-trainable variables alone
-            after = (before[0], after)
-        for group, olds, news in zip(self._groups, before, after, strict=True):
-            for variable, old, new in zip(group, olds, news, strict=True):
-                if new is not old:
-                    scope.add_update((variable, new))
-        return results
+        """What is traced."""
+        return traced_step(self._model, self._kind, self._groups, batch)
 
     def _deal(self, batch: Any) -> tuple[tuple[int, ...], Any]:
         """Rows that each replica gets of this batch, and their values."""
