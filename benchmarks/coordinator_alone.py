@@ -2,7 +2,7 @@
 
     python benchmarks/coordinator_alone.py [--workers 10 100 1000 10000] [--closures 20000]
 
-Two parts, each figure in a process of its own, so that peak memory means something:
+Two parts, each figure in a process of its own, so that memory means something:
 
 - state: `coordinator.state.State`, the pure part: events in, instructions out;
 - wire: the same, with a request and an answer through the in-process network for each dispatch
@@ -180,7 +180,7 @@ def main() -> None:
     for one in found:
         table.add_row(
             one["part"], f"{one['workers']:,}", f"{one['dispatches_per_second']:,.0f}",
-            f"{one['bytes_per_worker']:,.0f}", f"{one['peak_bytes'] / 1e6:,.0f}",
+            f"{one['bytes_per_worker']:,.0f}", f"{one['bytes'] / 1e6:,.0f}",
         )  # fmt: skip
     Console().print(table)
     if options.json is not None:

@@ -9,6 +9,7 @@ what tasks on one machine do not have (a network, encryption) is what they have 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import subprocess
@@ -125,14 +126,13 @@ def _pushes(
     item = Item(_unit(spec), ids, [(rows.ROWS, values)])
 
     def push() -> None:
-        _pushes.number += 1  # type: ignore[attr-defined]
-        number = _pushes.number  # type: ignore[attr-defined]
+        number = next(_numbers)
         servers.push(number, number, [item])
 
     return push
 
 
-_pushes.number = 0  # type: ignore[attr-defined]
+_numbers = itertools.count(1)  # of pushes: each is applied once
 
 
 def _decide() -> float:

@@ -29,7 +29,7 @@ from stratagem.keras_bridge.served import ServedStep
 from stratagem.parameter_server import cut
 from stratagem.parameter_server.plan import Spec
 from stratagem.planning.program import Program
-from stratagem.planning.served import Load, Served, Table
+from stratagem.planning.served import SIZES, Load, Served, Table
 from stratagem.step import apart, counting
 from stratagem.step.parts import Parts
 from stratagem.step.runner import distinct
@@ -215,7 +215,7 @@ def count(
     parts, specs = plan.parts, planned.link.specs
     given = [_given(g, seen) for g in parts.given]
     looked_up = _looked_up(parts, specs, [*caught.arrays, *given], seen, wanted)
-    inputs, outputs, counted = _worker(parts, seen, [table for table, _ in looked_up])
+    outputs, counted = _worker(parts, seen, [table for table, _ in looked_up])
     loads = _loads(parts, specs, looked_up, outputs[parts.results + parts.local :])
     written = {id(seen.program.variables[i]) for i in seen.program.written}
     rows = wanted.rows or seen.given
@@ -292,15 +292,15 @@ def _looked_up(
     return found
 
 
-def _worker(parts: Parts, seen: Seen, tables: Sequence[Table]) -> tuple[list[Any], list[Any], Any]:
-    """The worker's part with so many rows of each table: inputs, outputs, and what it counts."""
+def _worker(parts: Parts, seen: Seen, tables: Sequence[Table]) -> tuple[list[Any], Any]:
+    """The worker's part with so many rows of each table: outputs, and what it counts."""
     run, symbolic = seen.shipped[-1]
     inputs = list(symbolic)
     for i, table in enumerate(tables, len(parts.whole)):
         spec = symbolic[i]
         inputs[i] = jax.ShapeDtypeStruct((table.distinct, *spec.shape[1:]), spec.dtype)
     closed = jax.make_jaxpr(run)(*inputs)
-    return inputs, list(closed.out_avals), counting.count(closed, 1)
+    return list(closed.out_avals), counting.count(closed, 1)
 
 
 def _loads(
@@ -315,7 +315,7 @@ def _loads(
     for spec in specs.values():
         root = _root(spec)
         for index, shard in enumerate(spec.shards):
-            load = loads.setdefault((root, index), dict.fromkeys(_SIZES, 0.0))
+            load = loads.setdefault((root, index), dict.fromkeys(SIZES, 0.0))
             if spec.dynamic is None:  # else it grows, and nobody knows how far
                 load["held"] += (shard.stop - shard.start) * spec.row_bytes
     for vid in parts.whole:
@@ -345,9 +345,6 @@ def _loads(
         Load(specs[root].name, specs[root].shards[i].server, specs[root].sharded, **sizes)
         for (root, i), sizes in loads.items()
     ]
-
-
-_SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated")
 
 
 def _root(spec: Spec) -> int:

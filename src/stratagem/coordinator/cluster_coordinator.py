@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from stratagem.coordinator import remote_value
-from stratagem.coordinator.consistency import Asynchronous, Bounded, Synchronous
+from stratagem.coordinator.consistency import rule
 from stratagem.coordinator.dispatcher import Dispatcher
 from stratagem.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from stratagem.coordinator.plans import Family, Plan, Plans
@@ -22,7 +22,6 @@ from stratagem.coordinator.state import Terms
 from stratagem.coordinator.tallies import Tallies
 from stratagem.data.dealt import DealtDataset, DealtIterator
 from stratagem.strategies.parameter_server import (
-    ASYNCHRONOUS,
     HYBRID,
     ParameterServerStrategy,
 )
@@ -245,11 +244,7 @@ class ClusterCoordinator:
 
 def _terms(strategy: ParameterServerStrategy) -> Terms:
     said = strategy.consistency
-    consistency: Any = Asynchronous()
-    if said.mode != ASYNCHRONOUS:
-        consistency = Synchronous(said.backup_workers, hybrid=said.mode == HYBRID)
-    elif said.max_staleness is not None:
-        consistency = Bounded(said.max_staleness)
+    consistency = rule(said.mode, said.max_staleness, said.backup_workers)
     seconds = strategy.snapshot_seconds if strategy.state_dir else math.inf
     return Terms(consistency=consistency, snapshot_seconds=seconds, ahead=_AHEAD_SECONDS)
 

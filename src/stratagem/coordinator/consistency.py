@@ -65,6 +65,13 @@ class Synchronous:
 Consistency: TypeAlias = Asynchronous | Bounded | Synchronous
 
 
+def rule(mode: str, max_staleness: int | None = None, backup_workers: int = 0) -> Consistency:
+    """The rule of a strategy; the arguments are those of its `Consistency`."""
+    if mode != "asynchronous":
+        return Synchronous(backup_workers, hybrid=mode == "hybrid")
+    return Asynchronous() if max_staleness is None else Bounded(max_staleness)
+
+
 class Window:
     """In flight under a bound: O(1) for each start and end.
 

@@ -85,11 +85,10 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Task:
-    """A closure on a worker: when its parts began."""
+    """A closure on a worker, and how long its parts took."""
 
     worker: _Worker
     dispatch: Dispatch
-    began: float
     pulled: list[int] = field(default_factory=list)
     staleness: int = 0
     left: int = 0
@@ -258,7 +257,7 @@ class Job:
             self._next(worker, now)
             return
         worker.at_work = True
-        task = _Task(worker, dispatch, now)
+        task = _Task(worker, dispatch)
         task.times.append(now - worker.free_since)
         task.pulled = [0] * len(self._servers)
         self._ask(task, now, [s for s in self._servers if s.costs.pull], self._pull, self._compute)

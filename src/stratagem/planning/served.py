@@ -151,12 +151,13 @@ def _divided(shards: Sequence[Load], servers: int) -> list[Load]:
     return found
 
 
-_SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated")
+# The numbers of a Load, which add up.
+SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated")
 
 
 def _plus(a: Load, b: Load) -> Load:
-    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in _SIZES})
+    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in SIZES})
 
 
 def _times(load: Load, factor: float) -> Load:
-    return replace(load, **{name: getattr(load, name) * factor for name in _SIZES})
+    return replace(load, **{name: getattr(load, name) * factor for name in SIZES})

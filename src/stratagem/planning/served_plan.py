@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.coordinator.consistency import Asynchronous, Bounded, Consistency, Synchronous
+from stratagem.coordinator import consistency
 from stratagem.planning import served, servers, staleness
 from stratagem.planning.machines import Machine
 from stratagem.planning.served import Load, Served
@@ -103,7 +104,7 @@ def plan(
         seed: of the simulation.
     """
     costs = servers.costs(step, machine)
-    simulated = staleness.simulate(costs, workers, consistency(rule), seed=seed)
+    simulated = staleness.simulate(costs, workers, consistency.rule(**rule), seed=seed)
     loads = tuple(served.on_each(step.loads, step.servers))
     best = servers.worth(step, machine, workers)
     constants = costs.serving
@@ -126,15 +127,7 @@ def plan(
         snapshot=max(load.held for load in loads) / constants.disk,
         notes=(),
     )
-    return ServedPlan(**{**vars(made), "notes": _notes(made)})
-
-
-def consistency(rule: Mapping[str, Any]) -> Consistency:
-    """The coordinator's rule, from the strategy's."""
-    if rule["mode"] != "asynchronous":
-        return Synchronous(rule["backup_workers"], hybrid=rule["mode"] == "hybrid")
-    most = rule["max_staleness"]
-    return Asynchronous() if most is None else Bounded(most)
+    return dataclasses.replace(made, notes=_notes(made))
 
 
 def _point(costs: Costs, workers: int, count: int) -> Point:

@@ -23,12 +23,13 @@ from stratagem.parameter_server.rows import ROWS
 from stratagem.parameter_server.whole import WholeProgram
 from stratagem.step import primitives
 from stratagem.step.flatten import Equation, aval_of, flatten
-from stratagem.step.flow import Flow, Home, is_elementwise, variables_of
+from stratagem.step.flow import Flow, Home, is_elementwise
+from stratagem.step.fuse import needed
 from stratagem.step.given import CLOSURE, given_of, is_seed, own_seed, refuse_inner_given
 from stratagem.step.ids import row_number_p
 from stratagem.step.lower import perform
 from stratagem.step.parts import Given, Parts, Push, Table, Unit
-from stratagem.step.program import read_all, write_all
+from stratagem.step.program import read_all, variables_of, write_all
 from stratagem.step.ship import ship, symbols
 from stratagem.step.tables import ByRow, NotByRowError
 from stratagem.step.trace import Program
@@ -69,14 +70,14 @@ class _Division:
         self.flow = Flow(self.closed, self.homes)
         outs = self.flow.jaxpr.outvars
         self.results = outs[: program.num_outputs]
-        new = dict(zip(program.written, outs[program.num_outputs :], strict=True))
+        self.new = new = dict(zip(program.written, outs[program.num_outputs :], strict=True))
         position = {id(v): i for i, v in enumerate(self.variables)}
         self.lent = [position.get(id(v)) for v in self.local]
         self.returned = [None if i is None else new.get(i, self.flow.state[i]) for i in self.lent]
         written = {i: atom for i, atom in new.items() if self.homes[i] is not None}
         self.updates = updates(self.flow, written)
         # Variable, whether its first element alone, table whose rows it shall have.
-        self.handed: list[tuple[Any, bool, int | None]] = []
+        self.handed: dict[tuple[Any, bool, int | None], int] = {}  # in order, with its number
         self._refuse_sharded()
 
     def _refuse_sharded(self) -> None:
@@ -97,7 +98,7 @@ class _Division:
         flow = self.flow
         returned = [a for a in self.returned if a is not None]
         wanted = [*self.results, *returned, *(h.var for u in self.updates for h in u.handed)]
-        eqns = _needed(flow, wanted)
+        eqns = needed(flow.eqns, wanted)
         read = {v for e in eqns for v in variables_of(e.invars)} | set(variables_of(wanted))
         put_in = (primitives.given_p, row_number_p)
         made = [e for e in eqns if e.primitive not in put_in]
@@ -232,11 +233,9 @@ class _Division:
 
     def _ship_update(self, update: Update) -> bytes:
         flow = self.flow
-        outs = flow.jaxpr.outvars[self.program.num_outputs :]
-        new = dict(zip(self.program.written, outs, strict=True))
         inputs = [*(flow.state[i] for i in update.members), *(h.var for h in update.handed)]
         wanted = [
-            new[i] for i, writes in zip(update.members, update.written, strict=True) if writes
+            self.new[i] for i, writes in zip(update.members, update.written, strict=True) if writes
         ]
 
         def run(*args: Any) -> list[Any]:
@@ -256,9 +255,7 @@ class _Division:
         for h in update.handed:
             rows = h.kind == ROWS and not h.first and h.var not in by_row.values
             key = h.var, h.first, table if rows else None
-            if key not in self.handed:
-                self.handed.append(key)
-            handed.append((h.kind, self.handed.index(key)))
+            handed.append((h.kind, self.handed.setdefault(key, len(self.handed))))
         return Push(unit.uid, None if table is None else by_row.tables.index(table), tuple(handed))
 
     # The worker's programs.
@@ -268,7 +265,7 @@ class _Division:
 
     def _ship_ids(self, numbers: Sequence[Any], given: Sequence[tuple[Given, list[Any]]]) -> bytes:
         flow = self.flow
-        eqns = _needed(flow, numbers, effects=False)
+        eqns = needed(flow.eqns, numbers, effects=False)
         # Ids of tables without a preset size go to the worker as they are.
         operands = {
             v: flow.producer[v].invars[0]
@@ -360,17 +357,6 @@ def _as(value: Any, atom: Any) -> Any:
 
 def _spec(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _needed(flow: Flow, atoms: Sequence[Any], effects: bool = True) -> list[Equation]:
-    """The equations that some values, or effects, need, in order."""
-    needed = set(variables_of(atoms))
-    kept = []
-    for eqn in reversed(flow.eqns):
-        if (effects and eqn.effects) or any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(variables_of(eqn.invars))
-    return kept[::-1]
 
 
 def _sources(flow: Flow, values: set[Any]) -> set[Any]:

@@ -14,6 +14,7 @@ from stratagem.parameter_server.elementwise import DTYPES, OPERATIONS
 from stratagem.step import primitives
 from stratagem.step.flatten import Equation, is_arrival
 from stratagem.step.fuse import live
+from stratagem.step.program import variables_of
 
 _NONE: frozenset[int] = frozenset()
 # Operations that keep each element: they may also bring a scalar to the unit's shape.
@@ -103,11 +104,6 @@ class Flow:
         """Equal for variables whose rows are in the same places."""
         home = self.homes[index]
         return self.state[index].aval.shape, home.where if home else None
-
-
-def variables_of(atoms: Any) -> list[Any]:
-    """Those of the atoms that are no literals."""
-    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def is_elementwise(eqn: Equation, loose: bool = False) -> bool:

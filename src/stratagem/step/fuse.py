@@ -8,11 +8,13 @@ come from one forward and backward pass needs one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
 from stratagem.step import primitives
+from stratagem.step.program import variables_of
 
 COLLECTIVES = (primitives.all_reduce_p, primitives.all_gather_p)
 
@@ -65,10 +67,21 @@ def schedule(jaxpr: Any) -> list[Level]:
 
 def live(jaxpr: Any) -> list[JaxprEqn]:
     """The equations that an output or an effect needs, in order."""
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    return needed(jaxpr.eqns, jaxpr.outvars)
+
+
+def needed(eqns: Sequence[Any], atoms: Sequence[Any], effects: bool = True) -> list[Any]:
+    """Those of some equations that some values need, and those with effects, in order.
+
+    Args:
+        eqns: in order.
+        atoms: what is wanted of them.
+        effects: whether effects are wanted too.
+    """
+    wanted = set(variables_of(atoms))
     kept = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
+    for eqn in reversed(eqns):
+        if (effects and eqn.effects) or any(v in wanted for v in eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            wanted.update(variables_of(eqn.invars))
     return kept[::-1]

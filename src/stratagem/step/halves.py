@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stratagem.step import uneven
-from stratagem.step.fuse import live
+from stratagem.step.fuse import needed
 from stratagem.step.lower import boundary, evaluate, weave
+from stratagem.step.program import variables_of
 from stratagem.step.split import Source, Split, carve, is_update, sources, split
 from stratagem.step.trace import Program
 
@@ -177,7 +177,7 @@ def _of_classes(
         source = sources(cls.closed, inputs)
         late = [e for e in cls.jaxpr.eqns if e.effects and is_update(e, source)]
         theirs = [e for e in cls.jaxpr.eqns if e not in late]
-        found.append((cls, live(types.SimpleNamespace(outvars=outs, eqns=theirs)), outs))
+        found.append((cls, needed(theirs, outs), outs))
     used = [set(_atoms(eqns, outs)) for _, eqns, outs in found]
     reads = [
         i
@@ -191,5 +191,4 @@ def _of_classes(
 
 
 def _atoms(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    atoms = [*(v for eqn in eqns for v in eqn.invars), *outs]
-    return [a for a in atoms if not isinstance(a, Literal)]
+    return variables_of([*(v for eqn in eqns for v in eqn.invars), *outs])

@@ -54,3 +54,8 @@ def _inlined(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         else:
             write_all(env, eqn.outvars, bind(eqn, values))
     return read_all(env, closed.jaxpr.outvars)
+
+
+def variables_of(atoms: Any) -> list[Any]:
+    """Those of the atoms that are no literals."""
+    return [v for v in atoms if not isinstance(v, Literal)]

@@ -77,16 +77,8 @@ class Runner:
             where = places[flat]
         else:
             where = np.searchsorted(ids, flat).astype(np.int32)
-        ends = np.cumsum([n.size for n in own])[:-1]
-        positions = tuple(
-            w.reshape(n.shape) for w, n in zip(np.split(where, ends), own, strict=True)
-        )
-        # Few shapes are compiled: what was once needed is kept.
-        most = min(flat.size, table.rows)
         room = len(ids) + len(ids) // _ROOM
-        padded = max(self._padded[index], min(bucket(room), most))
-        self._padded[index] = padded
-        return Wanted(ids, positions, padded)
+        return self._found(index, ids, where, own, min(bucket(room), flat.size, table.rows))
 
     def _wanted_ids(self, index: int, table: Table, own: Sequence[np.ndarray]) -> Wanted:
         """Likewise of a table without a preset size: ids in the order of their servers."""
@@ -95,12 +87,18 @@ class Runner:
         ids, _ = in_order(sorted_ids, table.servers)
         place = np.empty(len(ids), np.int32)
         place[np.searchsorted(sorted_ids, ids)] = np.arange(len(ids), dtype=np.int32)
-        ends = np.cumsum([n.size for n in own])[:-1]
-        parts = np.split(place[where.reshape(-1)], ends)
+        found = place[where.reshape(-1)]
+        return self._found(index, ids, found, own, min(bucket(len(ids)), flat.size))
+
+    def _found(
+        self, index: int, ids: np.ndarray, where: np.ndarray, own: Sequence[np.ndarray], rows: int
+    ) -> Wanted:
+        """The rows of a table, with where each lookup's are among them."""
+        parts = np.split(where, np.cumsum([n.size for n in own])[:-1])
         positions = tuple(w.reshape(n.shape) for w, n in zip(parts, own, strict=True))
-        padded = max(self._padded[index], min(bucket(len(ids)), flat.size))
-        self._padded[index] = padded
-        return Wanted(ids, positions, padded)
+        # Few shapes are compiled: what was once needed is kept.
+        self._padded[index] = max(self._padded[index], rows)
+        return Wanted(ids, positions, self._padded[index])
 
     def compute(
         self, whole: Sequence[Any], rows: Sequence[np.ndarray], wanted: Sequence[Wanted],

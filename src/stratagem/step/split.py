@@ -14,12 +14,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
 from stratagem.step import primitives
 from stratagem.step.fuse import COLLECTIVES, live
 from stratagem.step.invariance import contains
-from stratagem.step.program import bind, read_all, write_all
+from stratagem.step.program import bind, read_all, variables_of, write_all
 
 
 class Source(enum.IntEnum):
@@ -159,4 +159,4 @@ def _of_replicas(eqn: JaxprEqn) -> bool:
 
 def _variables(atoms: Any) -> list[Any]:
     """Those of the atoms that are no literals, each once."""
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+    return list(dict.fromkeys(variables_of(atoms)))

@@ -9,7 +9,7 @@ the rows that were pulled, `[u, ...]`; what is known of the other rows is one nu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,10 @@ from jax import lax
 from jax.extend.core import Literal
 
 from stratagem.step.flatten import Equation, aval_of, is_arrival
-from stratagem.step.flow import Flow, is_elementwise, variables_of
+from stratagem.step.flow import Flow, is_elementwise
 from stratagem.step.lower import perform
 from stratagem.step.owners import Owners
-from stratagem.step.program import read_all, write_all
+from stratagem.step.program import read_all, variables_of, write_all
 from stratagem.step.row_equations import (
     gather,
     gathers_rows,
@@ -65,11 +65,8 @@ class NotByRowError(Exception):
         self.why = why
 
 
-_REDUCTIONS: Mapping[str, tuple[float, Callable[..., Any]]] = {
-    "reduce_sum": (0, np.sum),
-    "reduce_and": (True, np.all),
-    "reduce_or": (False, np.any),
-}
+# What does not change the result of a reduction.
+_NEUTRAL: Mapping[str, float] = {"reduce_sum": 0, "reduce_and": True, "reduce_or": False}
 
 
 class ByRow:
@@ -171,7 +168,7 @@ class ByRow:
         if name == "scatter-add":
             fits = known[0] is not None and not any(known[1:]) and known[0].elsewhere == 0
             return known[0] if fits and self._owners(eqn) else None
-        if name in _REDUCTIONS:
+        if name in _NEUTRAL:
             return self._reduce(eqn, known[0])
         if name in ("broadcast_in_dim", "reshape") and not _by_element(eqn):
             return known[0] if keeps_rows(eqn) else None
@@ -209,7 +206,7 @@ class ByRow:
         return found & meant or found
 
     def _reduce(self, eqn: Equation, value: RowValue | None) -> Any:
-        neutral, function = _REDUCTIONS[eqn.primitive.name]
+        neutral = _NEUTRAL[eqn.primitive.name]
         if value is None or value.elsewhere is None or value.elsewhere != neutral:
             return None
         dtype = eqn.outvars[0].aval.dtype
@@ -309,16 +306,16 @@ class ByRow:
                 start = zeros if of is None else env[of]
                 env[out] = scatter(eqn, start, positions[table, eqn.invars[1]], updates)
             else:
-                (env[out],) = self._on_rows(eqn, env, env[of].shape[0])
+                env[out] = self._on_rows(eqn, env, env[of].shape[0])
 
-    def _on_rows(self, eqn: Equation, env: dict[Any, Any], count: Any) -> list[Any]:
+    def _on_rows(self, eqn: Equation, env: dict[Any, Any], count: Any) -> Any:
         values = [
             v.val if isinstance(v, Literal)
             else env[v] if v in self.values
             else self.along(v, env, count)
             for v in eqn.invars
         ]  # fmt: skip
-        return [_reshaped(eqn, values, count)]
+        return _reshaped(eqn, values, count)
 
     def along(self, atom: Any, env: dict[Any, Any], count: Any) -> Any:
         """A value whose rows are all equal, with this many rows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from stratagem.step.flow import (
     is_elementwise,
     is_uniform,
     parameter_of,
-    variables_of,
 )
-from stratagem.step.flow import Home as Home
+from stratagem.step.program import variables_of
 
 Sets = Mapping[Any, frozenset[int]]
 _NONE: frozenset[int] = frozenset()
@@ -104,9 +103,13 @@ def _links(flow: Flow, index: int, atom: Any) -> frozenset[int]:
 def _update(flow: Flow, own: list[int], new: dict[int, Any], links: Mapping[int, Any]) -> Update:
     members = [*own, *sorted(set().union(*(links[i] for i in own)) - set(own))]
     state = {flow.state[i] for i in members}
-    eqns, ends = _cone(flow, [new[i] for i in own], flow.alike, set(members), state)
+
+    def cone(sets: Sets) -> tuple[list[Equation], list[Any]]:
+        return _cone(flow, [new[i] for i in own], lambda v, _: bool(sets[v] & set(members)), state)
+
+    eqns, ends = cone(flow.alike)
     if _needs_whole(flow, ends, frozenset(own)):
-        eqns, ends = _cone(flow, [new[i] for i in own], flow.reaching, set(members), state)
+        eqns, ends = cone(flow.reaching)
         return Update(
             members, [i in new for i in members], [Handed(v, "whole") for v in ends], None, eqns
         )
@@ -133,9 +136,19 @@ def _needs_whole(flow: Flow, ends: Sequence[Any], own: frozenset[int]) -> bool:
 
 
 def _cone(
-    flow: Flow, atoms: Sequence[Any], sets: Sets, members: set[int], state: set[Any]
+    flow: Flow,
+    atoms: Sequence[Any],
+    inward: Callable[[Any, Equation], bool],
+    state: Collection[Any] = (),
 ) -> tuple[list[Equation], list[Any]]:
-    """The equations on the way to some values that depend on members, and where they end."""
+    """The equations on the way to some values, and the values where that ends.
+
+    Args:
+        flow: of the program.
+        atoms: what is computed.
+        inward: whether the equation that makes a value belongs to them.
+        state: values that are there already.
+    """
     inside: dict[int, Equation] = {}
     ends: dict[Any, None] = {}
     waiting = variables_of(atoms)
@@ -144,7 +157,7 @@ def _cone(
         eqn = flow.producer.get(v)
         if v in state:
             continue
-        if eqn is None or not sets[v] & members:
+        if eqn is None or not inward(v, eqn):
             ends[v] = None
         elif id(eqn) not in inside:
             inside[id(eqn)] = eqn
@@ -175,28 +188,15 @@ def _fewer(
                 break
         else:
             break
-    deeper, back = _back_to_arrivals(flow, arrays)
+    # From gradients as they arrived.
+    deeper, back = _cone(
+        flow, list(arrays), lambda v, e: v in flow.met and _is_array(flow, v) and is_elementwise(e)
+    )
     if len([v for v in back if _is_array(flow, v)]) < len(arrays):
         chosen.update((id(e), e) for e in deeper)
         arrays = set(back)
     found = sorted({*arrays, *rest}, key=lambda v: _place(flow, v))
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
-
-
-def _back_to_arrivals(flow: Flow, arrays: set[Any]) -> tuple[list[Equation], list[Any]]:
-    """What an update elementwise computes from gradients as they arrived."""
-    inside: dict[int, Equation] = {}
-    ends: dict[Any, None] = {}
-    waiting = list(arrays)
-    while waiting:
-        v = waiting.pop()
-        eqn = flow.producer.get(v)
-        if eqn is None or v not in flow.met or not _is_array(flow, v) or not is_elementwise(eqn):
-            ends[v] = None
-        elif id(eqn) not in inside:
-            inside[id(eqn)] = eqn
-            waiting.extend(variables_of(eqn.invars))
-    return list(inside.values()), list(ends)
 
 
 def _is_array(flow: Flow, v: Any) -> bool:

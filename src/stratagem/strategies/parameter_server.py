@@ -24,7 +24,7 @@ from stratagem.parameter_server.keeper import Keeper
 from stratagem.parameter_server.link import Link
 from stratagem.parameter_server.partitioners import Partitioner
 from stratagem.parameter_server.plan import Placement
-from stratagem.step.units import Home
+from stratagem.step.flow import Home
 from stratagem.strategies import remote, served_cluster
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.on_worker import OnWorker
