@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -103,3 +104,12 @@ def test_an_empty_first_part_is_dealt_anew(two):
     plain.fit(X[:5], Y[:5], batch_size=5, shuffle=False, verbose=0)
     for a, b in zip(net.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_keras_does_not_move_our_batches_ahead(two, monkeypatch):
+    """Where the backend is no CPU, Keras puts the next batch on a device; it does not know ours."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with two.scope():
+        net = model()
+    data = two.experimental_distribute_dataset(batches((X, Y), 4))
+    assert len(net.fit(data, epochs=2, verbose=0).history["loss"]) == 2

@@ -8,7 +8,8 @@ import pytest
 
 import stratagem
 from stratagem.coordinator import ClusterCoordinator, PerWorkerValues
-from stratagem.errors import BackupMismatchError
+from stratagem.coordinator.crew import Crew
+from stratagem.errors import BackupMismatchError, MalformedMessageError
 
 
 def broken():
@@ -153,3 +154,18 @@ def test_another_program_cannot_go_on(left):
     strategy = left()
     with pytest.raises(BackupMismatchError, match="expected 'total', float32.*Got 'other'"):
         total_of(strategy, "other")
+
+
+def test_what_cannot_be_sent_is_an_error(served, monkeypatch):
+    """A closure that no worker will ever answer must not be waited for."""
+    coordinator = ClusterCoordinator(served(1, 1))
+
+    def run(*_args):
+        raise MalformedMessageError("Expected at most 4096 arrays. Got 5000.")
+
+    monkeypatch.setattr(Crew, "run", run)
+    value = coordinator.schedule(lambda: np.float32(1) * 2)
+    with pytest.raises(MalformedMessageError, match="Got 5000"):
+        coordinator.join()
+    with pytest.raises(MalformedMessageError, match="Got 5000"):
+        value.fetch()

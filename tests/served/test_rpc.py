@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.compat import tensorflow as tf
 from stratagem.coordinator.rpc import pack, unpack
-from stratagem.errors import PeerTimeoutError, RemoteError
+from stratagem.errors import MalformedMessageError, PeerTimeoutError, RemoteError
 from stratagem.launcher.local import free_ports
 
 
@@ -58,3 +58,17 @@ def test_what_is_refused():
     for wrong in (None, ["array", 3], ["set", []], ["dict", [1]], 7):
         with pytest.raises(ValueError, match="Expected a structure of a call"):
             unpack(wrong, [])
+
+
+def test_what_cannot_be_sent_is_an_error(address):
+    """Each number of a list is an array, and there may be 4096."""
+    rpc = tf.distribute.experimental.rpc
+    server = rpc.Server.create("grpc", address)
+    server.register("add", len)
+    with contextlib.closing(server):
+        server.start()
+        with contextlib.closing(rpc.Client.create("grpc", address)) as client:
+            found = client.call("add", [list(range(5000))])
+            with pytest.raises(MalformedMessageError, match="4096"):
+                found.get_value()
+            assert not found.is_ok()

@@ -64,7 +64,7 @@ class ClusterCoordinator:
         self._passes = itertools.count()
         self._workers = len(strategy.workers)  # that there ever were
         self._plans = Plans(strategy)
-        self._iterators = iter(range(1, 1 << 62))
+        self._iterators = itertools.count(1)
         setup = {
             "servers": [list(s) for s in strategy.servers],
             "job": strategy.job_id,
@@ -177,8 +177,7 @@ class ClusterCoordinator:
 
     @property
     def counts(self) -> Any:
-        """How many closures finished, failed, ran again, were dropped; how many pushes were lost
-        with a server."""
+        """How many closures finished, failed, ran again, were dropped."""
         return self.dispatcher.counts
 
     def add_worker(self, address: str) -> int:

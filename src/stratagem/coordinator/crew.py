@@ -118,13 +118,13 @@ class Crew:
         """Sends a plan that a worker lacks; what is sent after it arrives after it."""
         member = self._members[name]
         if plan.number not in member.has:
-            member.has.add(plan.number)
             fields, arrays = wire(plan)
             fields = {**fields, "family": family, "variant": key}
             member.peer.post(
                 "plan", fields, arrays, seconds=_PROGRAM_SECONDS,
                 done=functools.partial(self._refused, member),
             )  # fmt: skip
+            member.has.add(plan.number)
 
     def run(
         self, name: str, fields: dict[str, Any], arrays: Sequence[np.ndarray], done: Done

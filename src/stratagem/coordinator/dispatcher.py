@@ -7,6 +7,7 @@ and this one share the state under one lock; connections are used in this thread
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -184,13 +185,13 @@ class Dispatcher:
     def staleness(self) -> Any:
         """Of the pushes so far: how many others were applied between pull and push."""
         with self._changed:
-            return self._state.staleness
+            return copy.deepcopy(self._state.staleness)
 
     @property
     def counts(self) -> Any:
         """How many closures finished, failed, ran again."""
         with self._changed:
-            return self._state.counts
+            return copy.copy(self._state.counts)
 
     @property
     def lost_pushes(self) -> int:
@@ -286,11 +287,9 @@ class Dispatcher:
         if closure is None:
             return
         if what.lease is not None:
-            closure = self._batches.get((what.lease.dataset, what.lease.batch), closure)
+            closure = self._batches.get(what.lease, closure)
             if what.fresh and self._record is not None:
                 self._record.leased(what.token, what.lease)
-        for key, plan in list(closure.family.plans.items()):
-            self._crew.give_plan(what.worker, closure.family.number, key, plan, self._plan_wire)
         fields = {
             "closure": what.closure,
             "token": what.token,
@@ -301,11 +300,12 @@ class Dispatcher:
             "at": closure.at,
         }
         try:
+            for key, plan in list(closure.family.plans.items()):
+                self._crew.give_plan(what.worker, closure.family.number, key, plan, self._plan_wire)
             arrays = closure.arguments(self._crew.index(what.worker))
-        except ValueError as error:
+            self._crew.run(what.worker, fields, arrays, functools.partial(self._ran, what))
+        except Exception as error:  # what cannot be sent will not be answered
             self._ran(what, self._crew.incarnation(what.worker), error)
-            return
-        self._crew.run(what.worker, fields, arrays, functools.partial(self._ran, what))
 
     def _plan_wire(self, plan: Plan) -> tuple[dict[str, Any], list[np.ndarray]]:
         """What a worker needs to have a plan."""
@@ -365,7 +365,7 @@ class Dispatcher:
 
     def _counted(self, what: do.Counted) -> None:
         if what.lease is not None:
-            self._batches.pop((what.lease.dataset, what.lease.batch), None)
+            self._batches.pop(what.lease, None)
         if self._record is not None:
             self._record.counted(what)
 

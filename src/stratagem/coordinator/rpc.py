@@ -15,7 +15,6 @@ import numpy as np
 
 from stratagem import config
 from stratagem.cluster.keys import Key
-from stratagem.errors import PeerLostError, PeerTimeoutError, RemoteError
 from stratagem.transport.hub import Hub
 from stratagem.transport.message import Message
 from stratagem.transport.thread import HubThread
@@ -197,7 +196,7 @@ class Client:
             try:
                 answer = future.result()
                 found.set_result(unpack(answer.fields["value"], [a.copy() for a in answer.arrays]))
-            except (RemoteError, PeerTimeoutError, PeerLostError, ValueError, KeyError) as error:
+            except Exception as error:
                 found.set_exception(error)
 
         seconds = timeout_in_ms / 1000 or self._seconds
@@ -226,7 +225,10 @@ class Client:
                 future.set_result(answer)
 
         def work(hub: Any) -> None:
-            self._peer.post(method, fields, arrays, seconds=seconds, done=done)
+            try:
+                self._peer.post(method, fields, arrays, seconds=seconds, done=done)
+            except Exception as error:  # else who waits for the answer would wait for ever
+                future.set_exception(error)
 
         self._thread.submit(work)
         return future

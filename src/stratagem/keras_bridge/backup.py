@@ -13,8 +13,9 @@ from typing import Any
 
 import keras
 
-from stratagem import _keras
+from stratagem import _keras, context
 from stratagem.errors import BackupMismatchError
+from stratagem.keras_bridge.adapters import OwnBatches
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.recovery.position import Pass, decoded, encoded, is_checkpointable
 
@@ -220,13 +221,13 @@ def _enumerate(original: Any, self: Any) -> Any:
 
 
 def _get_iterator(original: Any, self: Any) -> Any:
-    feed = _observed(self)
-    if feed is None:
-        return original(self)
-    if isinstance(self.data_adapter, _keras.GrainDatasetAdapter):
-        # Without Keras' look-ahead, behind which Grain's iterator cannot be seen.
-        return feed.begin_pass(self.data_adapter.get_jax_iterator())
-    return feed.begin_pass(original(self))
+    feed, adapter = _observed(self), self.data_adapter
+    # Without Keras' look-ahead, which moves batches to a device: behind it Grain's iterator cannot
+    # be seen, it does not know our own batches, and workers have devices of their own.
+    grain = feed is not None and isinstance(adapter, _keras.GrainDatasetAdapter)
+    as_they_are = grain or isinstance(adapter, OwnBatches) or context.get_strategy().served
+    iterator = adapter.get_jax_iterator() if as_they_are else original(self)
+    return iterator if feed is None else feed.begin_pass(iterator)
 
 
 def _on_train_begin(original: Any, self: Any, logs: Any = None) -> None:

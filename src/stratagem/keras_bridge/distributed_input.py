@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from stratagem import _keras
 from stratagem.coordinator import ClusterCoordinator
 from stratagem.data import (
     DatasetWithOptions,
@@ -20,6 +19,7 @@ from stratagem.data import (
     numbered,
 )
 from stratagem.data.dealt import DealtDataset
+from stratagem.keras_bridge.adapters import OwnBatches
 from stratagem.keras_bridge.on_workers import CreatorAdapter, DatasetCreator, NumberedPass
 from stratagem.values import PerReplica, is_distributed
 
@@ -77,17 +77,13 @@ def iterated(data: Any, strategy: Any) -> Any:
     return DealtAdapter(data, strategy) if known else data
 
 
-class DealtAdapter(_keras.DataAdapter):
+class DealtAdapter(OwnBatches):
     """Gives Keras the batches of a dataset as they are. One pass is one epoch.
 
     Args:
         dataset: iterable anew for each epoch.
         strategy: served.
     """
-
-    batch_size = None
-    has_partial_batch = None
-    partial_batch_size = None
 
     def __init__(self, dataset: Any, strategy: Any):
         self._dataset = dataset
@@ -114,7 +110,7 @@ class DealtAdapter(_keras.DataAdapter):
         return len(self._dataset) if isinstance(self._dataset, RowBatches) else None
 
 
-class DistributedAdapter(_keras.DataAdapter):
+class DistributedAdapter(OwnBatches):
     """Gives Keras the batches of a distributed dataset without joining their parts.
 
     One pass is one epoch, however long: no steps need to be said.
@@ -138,21 +134,6 @@ class DistributedAdapter(_keras.DataAdapter):
         """Batches of one pass; None when unknown or without end."""
         count = self._dataset.cardinality
         return None if count is None or math.isinf(count) else int(count)
-
-    @property
-    def batch_size(self) -> None:
-        """Unknown: batches may differ."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> None:
-        """Unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> None:
-        """Unknown."""
-        return None
 
 
 class _Batches(Iterator[Any]):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from stratagem import _keras
 from stratagem.coordinator import ClusterCoordinator
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import InputContext, InputOptions, RowBatches
 from stratagem.data.policy import check_input_options
+from stratagem.keras_bridge.adapters import OwnBatches
 
 
 class DatasetCreator:
@@ -70,12 +71,17 @@ class WorkerBatches(Iterator[Any]):
     """One pass over the datasets of all workers, a stand-in for each batch.
 
     Args:
-        iterator: of `ClusterCoordinator.create_per_worker_dataset`.
+        dataset: of `ClusterCoordinator.create_per_worker_dataset`.
     """
 
-    def __init__(self, iterator: Any):
-        self.iterator = iterator
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
         self._last: list[RemoteValue] = []
+
+    @functools.cached_property
+    def iterator(self) -> Any:
+        """That of the workers; opened at the first batch, as Keras makes passes that it drops."""
+        return iter(self._dataset)
 
     def __next__(self) -> Any:
         if self.iterator.element_spec is None or any(value.ended for value in self._last):
@@ -141,7 +147,7 @@ class NumberedPass(Iterator[Any]):
         self._batches.passes = self._number + 1
 
 
-class CreatorAdapter(_keras.DataAdapter):
+class CreatorAdapter(OwnBatches):
     """Gives Keras stand-ins for the batches of a DatasetCreator.
 
     Args:
@@ -150,9 +156,6 @@ class CreatorAdapter(_keras.DataAdapter):
     """
 
     num_batches = None
-    batch_size = None
-    has_partial_batch = None
-    partial_batch_size = None
 
     def __init__(self, creator: DatasetCreator, strategy: Any):
         fn = creator.dataset_fn
@@ -160,7 +163,7 @@ class CreatorAdapter(_keras.DataAdapter):
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """One pass."""
-        return WorkerBatches(iter(self._dataset))
+        return WorkerBatches(self._dataset)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """None: the data are on the workers."""

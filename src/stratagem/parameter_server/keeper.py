@@ -73,10 +73,7 @@ class Keeper:
         for old in catalog.read(self._directory, self.complete):
             beside = None if old.beside is None else found[old.beside]
             known = old.vid, old.name, old.shape, old.dtype
-            if old.dynamic is not None:
-                found[old.vid] = placement.spread(*known, old.dynamic, beside)
-            else:
-                found[old.vid] = placement.place(*known, beside)
+            found[old.vid] = placement.place(*known, beside, old.dynamic)
         self._servers.know(found.values())
         self._saved = set(found)
         return found
@@ -214,6 +211,8 @@ class Keeper:
             PeerLostError, PeerTimeoutError, NotReadyError: it was lost again.
             BackupError: there is nothing to restore it from.
         """
+        # Before anything else: after the first push, which is noted first, they may be forgotten.
+        starts, changes = list(self._starts.values()), list(self._changes)
         if self._replicated and (self._pushed or self.complete is None):
             try:
                 self._servers.recover(server, _RESTORE_SECONDS)
@@ -232,10 +231,10 @@ class Keeper:
             self._servers.begin(server)
         else:
             raise BackupError(self._nothing(server))
-        for spec, start in list(self._starts.values()):
+        for spec, start in starts:
             self._servers.create([spec], {spec.vid: start}, only=server)
         self._servers.install(units, only=server)
-        for spec, op, value, rows, number in self._changes:
+        for spec, op, value, rows, number in changes:
             self._servers.assign(spec, op, value, rows=rows, token=(number, 0), only=server)
         return lost
 
