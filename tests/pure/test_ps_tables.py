@@ -63,7 +63,7 @@ class Job:
     def push(self, ids, closure=None):
         self.closure += closure is None
         number = self.closure if closure is None else closure
-        ids, _ = in_order(np.array(ids, np.int64), self.count)
+        ids = in_order(np.array(ids, np.int64), self.count)
         gradient = np.ones((len(ids), 3), np.float32)
         return self.client.push(number, 0, [Item(self.unit, ids, [("rows", gradient)])])
 
@@ -73,7 +73,7 @@ class Job:
         return ids[order].tolist(), rows[order]
 
     def rows(self, ids):
-        ordered, _ = in_order(np.array(ids, np.int64), self.count)
+        ordered = in_order(np.array(ids, np.int64), self.count)
         return self.client.pull(rows=[(self.table, ordered)]).rows[0][np.argsort(ordered)]
 
 

@@ -84,9 +84,16 @@ class Flights:
     def _no_more(self, leases: Leases) -> None:
         """Closures that wait for a batch have ended, where there is none for them."""
         if leases.exhausted:
-            for closure in self._queue.unstarted(leases.key):
-                self._resolve(closure, "ended")
-                self._forget(closure)
+            self._end_waiting(leases.key)
+
+    def _end_waiting(self, dataset: str) -> None:
+        for closure in self._queue.unstarted(dataset):
+            self._ended(closure)
+
+    def _ended(self, closure: Closure) -> None:
+        """There are no data for a closure."""
+        self._resolve(closure, "ended")
+        self._forget(closure)
 
     def _failed(self, closure: Closure, error: BaseException) -> None:
         if closure.lease is not None and closure.lease.dataset in self._data:
@@ -193,8 +200,7 @@ class Flights:
                         "that it reads have ended on all others: it resolves as ended"
                     )
                 )
-            self._resolve(closure, "ended")
-            self._forget(closure)
+            self._ended(closure)
         if self._servers.paused or self._cancelling:
             return
         while (found := self._queue.next(self._may_start)) is not None:
@@ -210,8 +216,7 @@ class Flights:
             leases = self._data.get(closure.dataset)
             taken = leases.take(closure.number) if leases is not None else None
             if leases is None or taken is None:
-                self._resolve(closure, "ended")
-                self._forget(closure)
+                self._ended(closure)
                 return
             closure.lease = Lease(closure.dataset, taken[0])
             closure.token = taken[1]

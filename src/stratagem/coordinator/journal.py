@@ -22,6 +22,7 @@ from stratagem.coordinator.instructions import Lease
 from stratagem.coordinator.progress import DataProgress, Progress
 from stratagem.coordinator.watermark import Watermark
 from stratagem.errors import BackupError, CorruptBackupError, JobMismatchError
+from stratagem.parameter_server.files import sync_folder
 
 Fsync: TypeAlias = float | Literal["always", "never"]
 """When what was written is forced to the disk: after every record, never, or after so many seconds.
@@ -81,7 +82,7 @@ class Journal:
             self._short = 0  # Its size when it was rewritten last.
             if not good:
                 self._append(True, _FORMAT, self._now.job)
-                _sync_folder(self._path)
+                sync_folder(self._path.parent)
         except BaseException:
             self.close()
             raise
@@ -186,7 +187,7 @@ class Journal:
         except BaseException:
             os.close(file)
             raise
-        _sync_folder(self._path)
+        sync_folder(self._path.parent)
         os.close(self._file)
         self._file, self._size, self._short = file, len(text), len(text)
         self._synced = self._clock()
@@ -328,12 +329,3 @@ def _lock(path: Path) -> int:
             "that has it open. End that one, or give this job another state directory"
         ) from error
     return file
-
-
-def _sync_folder(path: Path) -> None:
-    """A new or renamed file is on the disk when its folder is."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -140,8 +140,7 @@ class State(Answers):
         closure = Closure(number, frozenset(iterators), dataset, pushes)
         self._closures[number] = closure
         if dataset is not None and self._data[dataset].exhausted:
-            self._resolve(closure, "ended")
-            self._forget(closure)
+            self._ended(closure)
         else:
             self._queue.put(closure)
         return number, self._end(now)
@@ -181,9 +180,7 @@ class State(Answers):
         tokens = leases.free_tokens() if leases else list(known.open.values()) if known else []
         for token in tokens:
             self._done.add(token)
-        for closure in self._queue.unstarted(key):
-            self._resolve(closure, "ended")
-            self._forget(closure)
+        self._end_waiting(key)
         return self._end(now)
 
     def release_iterator(self, key: str, now: float) -> list[Instruction]:
@@ -251,14 +248,9 @@ class State(Answers):
                 continue
             closure.holders.remove(worker.name)
             closure.doubtful.discard(worker.name)
-            if closure.holders:
-                continue
-            closure.lost += 1
-            if closure.cancelled:
-                self._drop(closure)
-            else:
-                self.counts.reruns += 1
-                self._queue.put(closure)
+            if not closure.holders:
+                closure.lost += 1
+                self._put_back(closure)
         self._release(worker)
 
     # Servers.

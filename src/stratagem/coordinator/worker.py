@@ -18,8 +18,9 @@ import cloudpickle
 import numpy as np
 
 from stratagem.coordinator.per_worker import Elements, variant_key
-from stratagem.errors import NotReadyError, PeerLostError, PeerTimeoutError
+from stratagem.errors import NotReadyError
 from stratagem.parameter_server.client import Item, Pending, Pushed, Servers
+from stratagem.parameter_server.link import OUT_OF_REACH
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.step.parts import Parts
 from stratagem.step.runner import Runner
@@ -29,7 +30,6 @@ from stratagem.transport.message import Message
 _PULL_SECONDS = 30.0
 _TURN_SECONDS = 0.5
 _SLICE_SECONDS = 0.001  # for which closures are done before answers are looked for
-_OUT_OF_REACH = (PeerLostError, PeerTimeoutError, NotReadyError)
 
 _log = logging.getLogger("stratagem")
 
@@ -172,7 +172,7 @@ class _Computer:
                 answer = _outcome(
                     "ok", variant=done.variant, staleness=staleness, arrays=done.results
                 )
-            except _OUT_OF_REACH as error:
+            except OUT_OF_REACH as error:
                 self._put_back(done.taken)
                 answer = _outcome("aborted", reason=str(error))
             except Exception as error:
@@ -237,7 +237,7 @@ class _Computer:
         except _Ended as ended:
             self._put_back(taken)
             return _outcome("data-ended", iterator=ended.iterator)
-        except _OUT_OF_REACH as error:
+        except OUT_OF_REACH as error:
             self._put_back(taken)
             return _outcome("aborted", reason=str(error))
         except Exception as error:

@@ -194,14 +194,14 @@ def later(values: list[RemoteValue], tree: Any) -> Any:
 
 def _get_jax_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Under a served strategy the state stays where it is."""
-    if _strategy(self) is None:
+    if _strategy() is None:
         return original(self, *args, **kwargs)
     groups = ("trainable", "non_trainable", "optimizer", "metrics")
     return tuple([] for group in groups if kwargs.get(f"{group}_variables"))
 
 
 def _jax_state_sync(original: Any, self: Any) -> None:
-    if _strategy(self) is None:
+    if _strategy() is None:
         original(self)
         return
     if not self._jax_state_synced:
@@ -212,7 +212,7 @@ def _jax_state_sync(original: Any, self: Any) -> None:
         self._jax_state_synced = True
 
 
-def _strategy(model: Any) -> Any:
+def _strategy() -> Any:
     """The served strategy that trains a model, if one does."""
     strategy = context.get_strategy()
     return strategy if strategy.served else None

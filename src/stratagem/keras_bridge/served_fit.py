@@ -13,10 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from stratagem.coordinator.watermark import Watermark
 from stratagem.keras_bridge.backup import Feed, FitObserver
+from stratagem.keras_bridge.workers import add_callback
 from stratagem.recovery import randomness
 
 _log = logging.getLogger("stratagem")
@@ -107,12 +106,7 @@ def fit(original: Callable[..., Any], model: Any, strategy: Any, *args: Any, **k
         return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     observer = ServedFit(model, strategy)
-    callbacks = bound.arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.append(observer)
-    else:
-        several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        bound.arguments["callbacks"] = [*(c for c in several if c is not None), observer]
+    add_callback(bound.arguments, observer)
     try:
         return original(*bound.args, **bound.kwargs)
     finally:

@@ -56,7 +56,7 @@ def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, An
     bound = inspect.signature(method).bind_partial(None, *args, **kwargs)
     arguments = bound.arguments
     if hands_over:
-        _add(arguments, Handover(job))
+        add_callback(arguments, Handover(job))
     if job.is_chief:
         return bound.args[1:], bound.kwargs
     if "verbose" in inspect.signature(method).parameters:
@@ -71,14 +71,14 @@ def prepare(strategy: Any, method: Any, args: Any, kwargs: Any) -> tuple[Any, An
     return bound.args[1:], bound.kwargs
 
 
-def _add(arguments: dict[str, Any], callback: Any) -> None:
+def add_callback(arguments: dict[str, Any], callback: Any) -> None:
+    """Adds a callback to the arguments of `fit`, however those were given."""
     callbacks = arguments.get("callbacks")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.append(callback)
-    elif isinstance(callbacks, (list, tuple)):
-        arguments["callbacks"] = [*callbacks, callback]
     else:
-        arguments["callbacks"] = [callback] if callbacks is None else [callbacks, callback]
+        several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        arguments["callbacks"] = [*(c for c in several if c is not None), callback]
 
 
 def _share_random(job: Any) -> None:

@@ -34,6 +34,11 @@ def deal(servers: int, buckets: int = BUCKETS) -> np.ndarray:
     return np.arange(buckets) % servers
 
 
+def server_of(ids: np.ndarray, servers: int) -> np.ndarray:
+    """The server of each id."""
+    return deal(servers)[bucket_of(ids)]
+
+
 def deal_again(owner: Sequence[int] | np.ndarray, servers: int) -> np.ndarray:
     """The server of each bucket when the number of servers changes: as few move as can be.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratagem.errors import CorruptBackupError
+from stratagem.parameter_server import files
 from stratagem.parameter_server.plan import Spec
 
 _NAME = re.compile(r"(\d+)-variables\.json")
@@ -17,13 +18,7 @@ _NAME = re.compile(r"(\d+)-variables\.json")
 def write(directory: Path, number: int, specs: Sequence[Spec]) -> None:
     """Says what a snapshot has, before it is written."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = _path(directory, number)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump([spec.wire() for spec in specs], file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    files.replace(_path(directory, number), json.dumps([spec.wire() for spec in specs]))
 
 
 def read(directory: Path, number: int) -> list[Spec]:

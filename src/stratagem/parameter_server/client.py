@@ -74,12 +74,12 @@ class Servers:
             return self._hello(start)
 
     def _hello(self, start: bool) -> list[dict[str, Any]]:
-        posts = [self._post(s, "hello", self.greeting(s, start)) for s in range(len(self.peers))]
+        posts = [self.post(s, "hello", self.greeting(s, start)) for s in range(len(self.peers))]
         return [dict(answer.fields) for answer in self.wait(posts)]
 
     def begin(self, server: int) -> None:
         """As `hello(start=True)`, to one server."""
-        self.wait([self._post(server, "hello", self.greeting(server, True))])
+        self.wait([self.post(server, "hello", self.greeting(server, True))])
 
     def greeting(self, server: int, start: bool = False) -> dict[str, Any]:
         """The fields of `hello` to a server, but for `job`."""
@@ -108,7 +108,7 @@ class Servers:
             fields = {"specs": [s.wire() for s in here], "starts": told}
             if here:
                 seconds = self._long(server, here)
-                posts.append(self._post(server, "create", fields, arrays, seconds))
+                posts.append(self.post(server, "create", fields, arrays, seconds))
         self.wait(posts)
 
     def install(self, units: Sequence[Unit], only: int | None = None) -> None:
@@ -117,7 +117,7 @@ class Servers:
         for server in self._which(only):
             here = [u.wire() for u in units if self.specs[u.vids[0]].held_by(server)]
             if here:
-                posts.append(self._post(server, "install", {"units": here}))
+                posts.append(self.post(server, "install", {"units": here}))
         self.wait(posts)
 
     def delete(self, vids: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class Servers:
         asked = cut.Pull(len(self.peers), whole, rows)
         self.know([*whole, *(spec for spec, _ in rows)])
         servers = asked.servers()
-        tickets = [self._post(s, "pull", *asked.request(s)) for s in servers]
+        tickets = [self.post(s, "pull", *asked.request(s)) for s in servers]
 
         def join(answers: Sequence[Message]) -> Pulled:
             versions: list[int | None] = [None] * len(self.peers)
@@ -171,7 +171,7 @@ class Servers:
 
         for index, first, last in cut.pieces(spec, start, stop, step):
             fields = {"vid": spec.vid, "shard": index, "start": first, "stop": last}
-            waiting.append((first, last, self._post(spec.shards[index].server, "read", fields)))
+            waiting.append((first, last, self.post(spec.shards[index].server, "read", fields)))
             if len(waiting) > len(self.peers) + 1:
                 finish()
         while waiting:
@@ -207,7 +207,7 @@ class Servers:
                 "rows": 1 if isinstance(where, np.ndarray) else where,
                 "token": [self.client, change * _SHARDS + index, below * _SHARDS],
             }  # fmt: skip
-            posts.append(self._post(spec.shards[index].server, "assign", fields, arrays))
+            posts.append(self.post(spec.shards[index].server, "assign", fields, arrays))
         self.wait(posts)
 
     # Updates
@@ -240,7 +240,7 @@ class Servers:
                 "pulled": None if pulled is None else pulled[server], "weight": weight,
                 "staged": None if staged is None else list(staged),
             }  # fmt: skip
-            posts.append(self._post(server, "push", fields, arrays))
+            posts.append(self.post(server, "push", fields, arrays))
 
         def join(answers: Sequence[Message]) -> Pushed:
             every = [answer.fields for answer in answers]
@@ -281,7 +281,7 @@ class Servers:
         fields = {"number": number, "keep_from": keep_from, "about": about}
         known = self.specs.values()
         posts = [
-            self._post(s, "snapshot", fields, (), seconds or self._long(s, known))
+            self.post(s, "snapshot", fields, (), seconds or self._long(s, known))
             for s in range(len(self.peers))
         ]
         return [dict(answer.fields) for answer in self.wait(posts)]
@@ -302,7 +302,7 @@ class Servers:
         }  # fmt: skip
         every = range(len(self.peers)) if servers is None else servers
         posts = [
-            self._post(s, "restore", fields, (), seconds or self._long(s, specs)) for s in every
+            self.post(s, "restore", fields, (), seconds or self._long(s, specs)) for s in every
         ]
         return [dict(answer.fields) for answer in self.wait(posts)]
 
@@ -313,7 +313,7 @@ class Servers:
             BackupError: no other server has all of it.
         """
         seconds = seconds or self._long(server, self.specs.values())
-        (answer,) = self.wait([self._post(server, "recover", {}, (), seconds)])
+        (answer,) = self.wait([self.post(server, "recover", {}, (), seconds)])
         return dict(answer.fields)
 
     def post_snapshot(
@@ -361,10 +361,10 @@ class Servers:
     def _ask_all(
         self, method: str, fields: Mapping[str, Any], seconds: float | None = None
     ) -> list[dict[str, Any]]:
-        posts = [self._post(s, method, fields, (), seconds) for s in range(len(self.peers))]
+        posts = [self.post(s, method, fields, (), seconds) for s in range(len(self.peers))]
         return [dict(answer.fields) for answer in self.wait(posts)]
 
-    def _post(
+    def post(
         self, server: int, method: str, fields: Mapping[str, Any],
         arrays: Sequence[np.ndarray] = (), seconds: float | None = None,
     ) -> Ticket:  # fmt: skip

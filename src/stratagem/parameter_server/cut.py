@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.parameter_server.buckets import bucket_of, deal
+from stratagem.parameter_server.buckets import server_of
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec
 
@@ -46,7 +46,7 @@ def by_shard(spec: Spec, rows: np.ndarray) -> list[Part]:
 def _by_bucket(spec: Spec, ids: np.ndarray) -> list[Part]:
     """Likewise for ids of a dynamic table, in the order of `tables.in_order`."""
     count = len(spec.shards)
-    owners = deal(count)[bucket_of(ids)]
+    owners = server_of(ids, count)
     if len(ids) > 1 and not bool((owners[1:] >= owners[:-1]).all()):
         raise ValueError(
             f"dynamic table {spec.name!r}: expected ids by the server that has them. Got others. "

@@ -95,11 +95,10 @@ class Link:
         if vid in self._known:
             return self.keeper.check(self._known[vid], name, shape, dtype)
         reference = None if beside is None else self.specs[beside]
+        about = None
         if policy is not None or (reference is not None and reference.dynamic is not None):
             about = {"start": start, "policy": policy and dataclasses.asdict(policy)}
-            spec = self._placement.spread(vid, name, shape, dtype, about, reference)
-        else:
-            spec = self._placement.place(vid, name, tuple(shape), dtype, reference)
+        spec = self._placement.place(vid, name, shape, dtype, reference, about)
 
         def work() -> None:
             self.servers.create([spec], {vid: start})

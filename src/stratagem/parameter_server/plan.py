@@ -182,8 +182,9 @@ class Placement:
         self._next = 0
 
     def place(
-        self, vid: int, name: str, shape: Sequence[int], dtype: Any, beside: Spec | None = None
-    ) -> Spec:
+        self, vid: int, name: str, shape: Sequence[int], dtype: Any, beside: Spec | None = None,
+        dynamic: dict[str, Any] | None = None,
+    ) -> Spec:  # fmt: skip
         """Where a new variable goes.
 
         Args:
@@ -192,10 +193,13 @@ class Placement:
             shape: of the whole.
             dtype: of the elements.
             beside: it gets the shards of this one, which must have as many rows.
+            dynamic: of a dynamic table, or a slot of one; see `spread`.
 
         Raises:
             ValueError: the partitioner cuts along another axis than the first.
         """
+        if dynamic is not None:
+            return self.spread(vid, name, shape, dtype, dynamic, beside)
         shape, dtype = tuple(int(n) for n in shape), dtype_of(dtype).name
         if beside is not None:
             return Spec(vid, name, shape, dtype, beside.shards, beside.vid)

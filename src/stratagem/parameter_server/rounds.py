@@ -78,18 +78,14 @@ class Rounds:
         committed: the last round that was.
         late: pushes that came after their round.
         dropped: closures whose gradients were thrown away at a commit.
+        nbytes: size of all that waits.
     """
 
     committed: int = -1
     late: int = 0
     dropped: int = 0
+    nbytes: int = 0
     staged: dict[int, dict[int, tuple[float, tuple[Change, ...]]]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all that waits."""
-        every = (s for closures in self.staged.values() for s in closures.values())
-        return sum(change.nbytes for _, changes in every for change in changes)
 
     def stage(self, number: int, closure: int, weight: float, changes: Sequence[Change]) -> bool:
         """Keeps a closure's gradients for a round; False where it is too late, or again."""
@@ -100,7 +96,9 @@ class Rounds:
         if closure in closures:
             return False
         # Copies: what came may lie in memory that is shared with the sender.
-        closures[closure] = (weight, tuple(change.copy() for change in changes))
+        copies = tuple(change.copy() for change in changes)
+        closures[closure] = weight, copies
+        self.nbytes += sum(change.nbytes for change in copies)
         return True
 
     def missing(self, number: int, closures: Sequence[int]) -> tuple[int, ...]:
@@ -139,6 +137,8 @@ class Rounds:
         before = sum(len(here) for r, here in self.staged.items() if r <= number)
         dropped = before - len(closures)
         self.staged = {r: here for r, here in self.staged.items() if r > number}
+        every = (s for closures in self.staged.values() for s in closures.values())
+        self.nbytes = sum(change.nbytes for _, changes in every for change in changes)
         self.committed = number
         self.dropped += dropped
         return dropped

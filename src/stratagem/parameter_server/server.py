@@ -6,14 +6,10 @@ between requests.
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from stratagem.errors import BackupError, JobMismatchError, NotReadyError
 from stratagem.parameter_server import protocol, restore, snapshot
@@ -29,8 +25,6 @@ from stratagem.transport.outgoing import Peer
 
 SLICE_SECONDS = 0.004
 """How long pieces of long work keep a request waiting at most, but for the last of them."""
-
-_log = logging.getLogger("stratagem")
 
 
 class ParameterServer:
@@ -100,15 +94,13 @@ class ParameterServer:
         self._tick()
         said = Fields(request.method, request.fields, request.arrays)
         handler = self._handlers.get(request.method)
-        if request.method in protocol.CHANGES:
-            handler = ParameterServer._change
         if handler is None:
             raise ValueError(
                 f"Expected a method of a parameter server. Got {request.method!r:.100}. Use the "
                 "client of this version."
             )
         answer = handler(self, request, said)
-        return None if answer is None else _message(request, answer)
+        return None if answer is None else _message(answer)
 
     # Each takes a request, and gives its answer or None: that comes later.
 
@@ -149,7 +141,7 @@ class ParameterServer:
     def _change(self, request: Request, said: Fields) -> Answer | None:
         self._check_job(said)
         answer = protocol.CHANGES[request.method](self.store, said)
-        return self._replicated(request, request.fields, request.arrays, answer)
+        return self._replicated(request, answer)
 
     def _create(self, request: Request, said: Fields) -> None:
         self._check_job(said)
@@ -162,9 +154,9 @@ class ParameterServer:
             elif job != self.job or not self.ready:
                 request.fail(NotReadyError("Another job has begun, or this one was restored."))
             else:
-                answer = self._replicated(request, request.fields, request.arrays, ({}, ()))
+                answer = self._replicated(request, ({}, ()))
                 if answer is not None:
-                    request.answer(_message(request, answer))
+                    request.answer(_message(answer))
 
         self.jobs.start(self._while_here(self.store.creating(specs, starts)), done)
 
@@ -273,6 +265,7 @@ class ParameterServer:
         "table": _table,
         "create": _create, "snapshot": _take_snapshot, "restore": _restore, "recover": _recover,
         "mirror": _mirror, "mirror_state": _mirror, "mirror_rows": _mirror,
+        **dict.fromkeys(protocol.CHANGES, _change),
     }  # fmt: skip
 
     # Inside
@@ -304,15 +297,14 @@ class ParameterServer:
                 "been started. Restore a snapshot, or wait until the coordinator has done so."
             )
 
-    def _replicated(
-        self, request: Request, fields: Mapping[str, Any], arrays: Sequence[np.ndarray],
-        answer: Answer,
-    ) -> Answer | None:  # fmt: skip
+    def _replicated(self, request: Request, answer: Answer) -> Answer | None:
         """Gives the answer now, or lets it follow when the replica has the change too."""
         if self.replicator is None or not self.replicator.active:
             return answer
-        then = functools.partial(lambda a: request.answer(_message(request, a)), answer)
-        self.replicator.forward(request.method, fields, arrays, then)
+        self.replicator.forward(
+            request.method, request.fields, request.arrays,
+            lambda: request.answer(_message(answer)),
+        )  # fmt: skip
         return None
 
     def _replicate_anew(self) -> None:
@@ -324,7 +316,7 @@ class ParameterServer:
             self.replicator.tick()
 
 
-def _message(request: Request, answer: Answer) -> Message:
+def _message(answer: Answer) -> Message:
     return Message("", answer[0], tuple(answer[1]))
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from stratagem.errors import BackupError
+from stratagem.parameter_server import files
 from stratagem.parameter_server.block import Block
 from stratagem.parameter_server.jobs import Steps
 from stratagem.parameter_server.store import Rows, Store
@@ -153,27 +154,12 @@ def _column(name: str | int, array: np.ndarray, offset: int, checksum: Future[in
 def _commit(
     directory: Path, number: int, server: int, facts: Mapping[str, Any], keep_from: int
 ) -> None:
-    final = path_of(directory, number, server)
-    temporary = final.with_name(final.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(sealed(facts))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(final)
-    _sync_directory(directory)
+    files.replace(path_of(directory, number, server), sealed(facts))
     for name in sorted(os.listdir(directory), reverse=True):  # manifests before their data
         match = _NAME.fullmatch(name)
         if match and int(match[1]) < min(keep_from, number):
             # Another server may remove it at the same time.
             (directory / name).unlink(missing_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Cut:

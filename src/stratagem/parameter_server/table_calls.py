@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from stratagem.parameter_server.buckets import BUCKETS, bucket_of, deal
+from stratagem.parameter_server.buckets import BUCKETS, server_of
 from stratagem.parameter_server.client import Servers
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec
@@ -20,7 +18,7 @@ def items(servers: Servers, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
     rows = [np.empty((0, *spec.shape[1:]), dtype_of(spec.dtype))]
     for low in range(0, BUCKETS, _AT_ONCE):
         fields = {"vid": spec.vid, "low": low, "high": low + _AT_ONCE}
-        posts = [_post(servers, s, "table", fields) for s in range(len(servers.peers))]
+        posts = [servers.post(s, "table", fields) for s in range(len(servers.peers))]
         for answer in servers.wait(posts):
             ids.append(answer.arrays[0])
             rows.append(answer.arrays[1])
@@ -29,14 +27,9 @@ def items(servers: Servers, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
 
 def put(servers: Servers, spec: Spec, ids: np.ndarray, rows: np.ndarray) -> None:
     """Sets rows of a variable by distinct ids, and makes those that are not there."""
-    owners = deal(len(servers.peers))[bucket_of(ids)]
+    owners = server_of(ids, len(servers.peers))
     posts = []
     for server in range(len(servers.peers)):
         mine = owners == server
-        posts.append(_post(servers, server, "put", {"vid": spec.vid}, [ids[mine], rows[mine]]))
+        posts.append(servers.post(server, "put", {"vid": spec.vid}, [ids[mine], rows[mine]]))
     servers.wait(posts)
-
-
-def _post(servers: Servers, server: int, method: str, fields: Any, arrays: Any = ()) -> Any:
-    told = {"job": servers.job, **fields}
-    return servers.peers[server].post(method, told, arrays, seconds=servers.seconds)

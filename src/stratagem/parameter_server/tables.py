@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import numpy as np
 
 from stratagem.parameter_server.block import Block
-from stratagem.parameter_server.buckets import BUCKETS, bucket_of, deal
+from stratagem.parameter_server.buckets import BUCKETS, deal, server_of
 from stratagem.parameter_server.by_id import first_rows
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.dynamic import DynamicTable, Piece
@@ -165,8 +165,6 @@ class Tables:
         self._tables[vid].restore(Piece(ids, touched, columns, seen, times, seen_touched), mine)
 
 
-def in_order(ids: np.ndarray, servers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct ids by the server that has them, then ascending; and the server of each."""
-    owners = deal(servers)[bucket_of(ids)]
-    order = np.lexsort((ids, owners))
-    return ids[order], owners[order]
+def in_order(ids: np.ndarray, servers: int) -> np.ndarray:
+    """Distinct ids by the server that has them, then ascending."""
+    return ids[np.lexsort((ids, server_of(ids, servers)))]

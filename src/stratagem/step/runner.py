@@ -84,7 +84,7 @@ class Runner:
         """Likewise of a table without a preset size: ids in the order of their servers."""
         flat = np.concatenate([n.reshape(-1) for n in own])
         sorted_ids, where = np.unique(flat, return_inverse=True)
-        ids, _ = in_order(sorted_ids, table.servers)
+        ids = in_order(sorted_ids, table.servers)
         place = np.empty(len(ids), np.int32)
         place[np.searchsorted(sorted_ids, ids)] = np.arange(len(ids), dtype=np.int32)
         found = place[where.reshape(-1)]

@@ -173,7 +173,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(config.resolve_devices(None)[:1])
         self.job_id = secrets.token_hex(8)
         self._beside: Any = None
-        if served_cluster.coordinates(cluster, resolver):
+        if coordinates:
             self._beside = start_beside[0](cluster, 0)
         self.record: Any = None
         self.fits = 0  # calls of Keras' fit

@@ -125,10 +125,9 @@ class PlannedLink:
         """Gives a variable its place; of a dynamic table, each server its part of the ids."""
         vid = next(self._numbers)
         reference = None if beside is None else self.specs[beside]
-        if policy is not None or (reference is not None and reference.dynamic is not None):
-            spec = self._placement.spread(vid, name, shape, dtype, {}, reference)
-        else:
-            spec = self._placement.place(vid, name, tuple(shape), dtype, reference)
+        is_table = policy is not None or (reference is not None and reference.dynamic is not None)
+        about: dict[str, Any] | None = {} if is_table else None
+        spec = self._placement.place(vid, name, shape, dtype, reference, about)
         self.specs[vid] = spec
         if isinstance(start, np.ndarray) and start.nbytes <= _KEPT_BYTES:
             self._values[vid] = np.array(start)

@@ -197,7 +197,7 @@ def _dynamic_class(base: Any) -> Any:
         def read_rows(self, ids: np.ndarray) -> np.ndarray:
             """Rows of ids, int64 ascending and distinct; initial values where there is no row."""
             spec, link = self.__dict__["_remote"]
-            ordered, _ = in_order(ids, len(spec.shards))
+            ordered = in_order(ids, len(spec.shards))
             return link.read_rows(spec, ordered)[np.argsort(ordered)]
 
         def items(self) -> tuple[np.ndarray, np.ndarray]:

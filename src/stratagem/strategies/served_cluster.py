@@ -32,4 +32,4 @@ def coordinates(cluster: Any, resolver: ClusterResolver) -> bool:
 
 def tasks(cluster: Any, job: str) -> list[tuple[str, str]]:
     """Name and address of each task of a job."""
-    return [(f"{job} {i}", cluster.task_address(job, i)) for i in cluster.task_indices(job)]
+    return list(roles.task_addresses(cluster, (job,)).items())

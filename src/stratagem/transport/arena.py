@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import mmap
 import os
 import secrets
@@ -38,8 +37,6 @@ _TOKEN = 64  # bytes that it may take
 _ALIGNMENT = 64  # of blocks; what XLA wants of arrays that it uses in place
 _NAME = "stratagem"
 _IDLE_TICKS = 5
-
-_log = logging.getLogger("stratagem")
 
 
 class _Memory:

@@ -5,7 +5,6 @@ No sockets, no clocks.
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ KEPT_BYTES = 512 << 20
 _MOST_WORKING = 1 << 14  # requests of a client that have no answer yet
 _GRACE_SECONDS = 60.0  # for which a client is known after its last deadline
 _MOST_TRACE = 1 << 16  # characters of a traceback
-
-_log = logging.getLogger("stratagem")
 
 
 @dataclass(slots=True)

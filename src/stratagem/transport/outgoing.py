@@ -208,7 +208,7 @@ class Peer:
         self._heard, self._prompted = now, None
         if sender != self._to:
             if self._to != NOBODY:
-                self._lost(sender)
+                self._lost()
             self._to, self.incarnation = sender, sender.hex()
             for request in self._open.values():
                 request.incarnation = sender
@@ -288,7 +288,7 @@ class Peer:
     def _timeout(self, request: _Open) -> PeerTimeoutError:
         return self.timeout(request.ticket.method, request.seconds)
 
-    def _lost(self, sender: bytes) -> None:
+    def _lost(self) -> None:
         """Ends what was asked of the process that was there before."""
         old = self._to
         self._former.append(old)
