@@ -52,3 +52,13 @@ def test_keras_imported_first_on_another_backend(tmp_path):
     error = _fails("import keras\n" + _SAYS, str(tmp_path), KERAS_BACKEND="numpy")
     assert "Got backend 'numpy' (keras was imported first)" in error
     assert "import stratagem before keras" in error
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "True"), ("gc.disable()", "False")])
+def test_importing_leaves_garbage_collection_as_it_was_and_orbax_for_those_who_save(
+    tmp_path, before, after
+):
+    program = f"import gc, sys\n{before}\nimport stratagem\n"
+    program += "print(gc.isenabled(), 'orbax' in sys.modules, gc.get_freeze_count() > 100_000)"
+    done = _python(program, str(tmp_path))
+    assert done.stdout.split() == [after, "False", "True"], done.stderr

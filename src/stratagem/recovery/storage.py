@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib
 import json
 import math
 import re
@@ -18,23 +19,18 @@ import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
-from stratagem import _orbax
 from stratagem.errors import BackupError, CorruptBackupError
 
-_ARRAYS, _FACTS = "arrays", "facts"
 _PACK_BYTES = 64 << 20
 _FORMAT = 1
 # Ends of the names that Orbax gives to what it is writing, and we to what we are deleting.
 _UNFINISHED = (".orbax-checkpoint-tmp", ".deleted")
-# Two saves at once in one process mix up whose directories are made (Orbax 0.12).
-_one_at_a_time = threading.Lock()
 
 
 class Storage:
@@ -57,6 +53,7 @@ class Storage:
         self._last: int | None = None
         self._path = self.directory
         self._bad: set[Path] = set()
+        _files()  # now, rather than in the pause of the first save
 
     def path(self, number: int) -> Path:
         """Where the state of a number is."""
@@ -149,7 +146,7 @@ class Storage:
             CorruptBackupError: what was written cannot be read back as it was.
         """
         try:
-            packs, sealed = _restore(path)
+            packs, sealed = _files().restore(path)
             content = _unsealed(sealed)
             return _unpacked(packs, content["arrays"]), content["facts"]
         # Damage shows as errors of many libraries.
@@ -175,29 +172,12 @@ class Storage:
     def _write(self, path: Path, arrays: dict[str, np.ndarray], facts: dict[str, Any]) -> None:
         try:
             packs, about = _packed(arrays)
-            items = {
-                _ARRAYS: ocp.args.StandardSave(packs),
-                _FACTS: ocp.args.JsonSave(_sealed(about, facts)),
-            }
-            with _one_at_a_time:
-                self._save(path, items)
+            _files().save(path, packs, _sealed(about, facts))
             for old in self._outdated():
                 self._remove(old)
         # Whatever it is, it is told to whoever waits.
         except Exception as e:
             self._failure = e
-
-    def _save(self, path: Path, items: dict[str, Any]) -> None:
-        """Once more where the processes of the job change meanwhile, whose service Orbax uses."""
-        for last in (False, True):
-            _orbax.forget_coordination_service()
-            try:
-                with _checkpointer() as writer:
-                    writer.save(path, args=ocp.args.Composite(**items), force=True)
-                return
-            except jax.errors.JaxRuntimeError:
-                if last:
-                    raise
 
     def _outdated(self) -> set[Path]:
         paths = self.paths()
@@ -211,24 +191,9 @@ class Storage:
         shutil.rmtree(doomed)
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Orbax in this process alone: the other processes of the job do not take part."""
-    this = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"stratagem{this}"
-    )
-    # Both take the options; without them each waits for all processes.
-    items = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
-    )
-    return ocp.Checkpointer(items, multiprocessing_options=alone)
-
-
-def _restore(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    items = {_ARRAYS: ocp.args.StandardRestore(), _FACTS: ocp.args.JsonRestore()}
-    with _one_at_a_time, _checkpointer() as reader:
-        found = reader.restore(path, args=ocp.args.Composite(**items))
-    return found[_ARRAYS], found[_FACTS]
+def _files() -> ModuleType:
+    """What uses Orbax, whose import takes 0.4 s: for those who save or restore alone."""
+    return importlib.import_module("stratagem.recovery.orbax_files")
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
