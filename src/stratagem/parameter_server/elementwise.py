@@ -33,16 +33,20 @@ class Operation:
             operand, or None.
         parameter: name of its one static parameter, if it has one; `run` takes it by that name.
         valid: says whether a value of the parameter may be used.
+        in_place: whether `out` may be one of the operands.
     """
 
     operands: int
     run: Callable[..., Any]
     parameter: str | None = None
     valid: Callable[[Any], bool] = lambda value: True
+    in_place: bool = False
 
 
-def _of(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda out, *operands: function(*operands, out=out)
+def _ufunc(function: np.ufunc) -> Operation:
+    return Operation(
+        function.nin, lambda out, *operands: function(*operands, out=out), in_place=True
+    )
 
 
 def _made(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,46 +108,46 @@ _TO_EVEN = 1
 _MOST = 64  # powers beyond are not written as products
 
 OPERATIONS: Mapping[str, Operation] = {
-    "add": Operation(2, _of(np.add)),
-    "add_any": Operation(2, _of(np.add)),
-    "sub": Operation(2, _of(np.subtract)),
-    "mul": Operation(2, _of(np.multiply)),
+    "add": _ufunc(np.add),
+    "add_any": _ufunc(np.add),
+    "sub": _ufunc(np.subtract),
+    "mul": _ufunc(np.multiply),
     "div": Operation(2, _div),
-    "rem": Operation(2, _of(np.fmod)),
-    "max": Operation(2, _of(np.maximum)),
-    "min": Operation(2, _of(np.minimum)),
-    "pow": Operation(2, _of(np.power)),
-    "atan2": Operation(2, _of(np.arctan2)),
-    "neg": Operation(1, _of(np.negative)),
-    "sign": Operation(1, _of(np.sign)),
-    "abs": Operation(1, _of(np.abs)),
-    "sqrt": Operation(1, _of(np.sqrt)),
+    "rem": _ufunc(np.fmod),
+    "max": _ufunc(np.maximum),
+    "min": _ufunc(np.minimum),
+    "pow": _ufunc(np.power),
+    "atan2": _ufunc(np.arctan2),
+    "neg": _ufunc(np.negative),
+    "sign": _ufunc(np.sign),
+    "abs": _ufunc(np.abs),
+    "sqrt": _ufunc(np.sqrt),
     "rsqrt": Operation(1, _rsqrt),
-    "cbrt": Operation(1, _of(np.cbrt)),
-    "square": Operation(1, _of(np.square)),
-    "exp": Operation(1, _of(np.exp)),
-    "exp2": Operation(1, _of(np.exp2)),
-    "expm1": Operation(1, _of(np.expm1)),
-    "log": Operation(1, _of(np.log)),
-    "log1p": Operation(1, _of(np.log1p)),
-    "tanh": Operation(1, _of(np.tanh)),
-    "sin": Operation(1, _of(np.sin)),
-    "cos": Operation(1, _of(np.cos)),
-    "tan": Operation(1, _of(np.tan)),
+    "cbrt": _ufunc(np.cbrt),
+    "square": _ufunc(np.square),
+    "exp": _ufunc(np.exp),
+    "exp2": _ufunc(np.exp2),
+    "expm1": _ufunc(np.expm1),
+    "log": _ufunc(np.log),
+    "log1p": _ufunc(np.log1p),
+    "tanh": _ufunc(np.tanh),
+    "sin": _ufunc(np.sin),
+    "cos": _ufunc(np.cos),
+    "tan": _ufunc(np.tan),
     "logistic": Operation(1, _made(_logistic)),
-    "floor": Operation(1, _of(np.floor)),
-    "ceil": Operation(1, _of(np.ceil)),
-    "is_finite": Operation(1, _of(np.isfinite)),
-    "eq": Operation(2, _of(np.equal)),
-    "ne": Operation(2, _of(np.not_equal)),
-    "lt": Operation(2, _of(np.less)),
-    "le": Operation(2, _of(np.less_equal)),
-    "gt": Operation(2, _of(np.greater)),
-    "ge": Operation(2, _of(np.greater_equal)),
-    "and": Operation(2, _of(np.bitwise_and)),
-    "or": Operation(2, _of(np.bitwise_or)),
-    "xor": Operation(2, _of(np.bitwise_xor)),
-    "not": Operation(1, _of(np.invert)),
+    "floor": _ufunc(np.floor),
+    "ceil": _ufunc(np.ceil),
+    "is_finite": _ufunc(np.isfinite),
+    "eq": _ufunc(np.equal),
+    "ne": _ufunc(np.not_equal),
+    "lt": _ufunc(np.less),
+    "le": _ufunc(np.less_equal),
+    "gt": _ufunc(np.greater),
+    "ge": _ufunc(np.greater_equal),
+    "and": _ufunc(np.bitwise_and),
+    "or": _ufunc(np.bitwise_or),
+    "xor": _ufunc(np.bitwise_xor),
+    "not": _ufunc(np.invert),
     "clamp": Operation(3, _clamp),
     "select_n": Operation(3, _select),
     "round": Operation(1, _round, "method", lambda v: v in (0, _TO_EVEN)),

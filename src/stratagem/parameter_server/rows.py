@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from stratagem.parameter_server.elementwise import DTYPES, OPERATIONS
 SCALAR = "scalar"
 ROWS = "rows"
 _CHUNK = 65_536  # elements: few calls of NumPy, and arrays that fit into the second-level cache
+_SMALL = 4096  # elements: an array of fewer is made anew as fast as one is found
 _MAX_SIZE = 10_000  # operations and values that a program from the wire may have
 
 
@@ -74,7 +75,7 @@ class RowProgram:
         Raises:
             ValueError: arrays of other shapes or numbers than the program's.
         """
-        self._check(state, handed, None)
+        self._check(state, handed)
         new = [
             value if out is None else value.copy()
             for value, out in zip(state, self.outputs, strict=True)
@@ -82,23 +83,17 @@ class RowProgram:
         self.update(new, handed)
         return new
 
-    def update(
-        self,
-        state: Sequence[np.ndarray],
-        handed: Sequence[np.ndarray],
-        rows: np.ndarray | None = None,
-    ) -> None:
+    def update(self, state: Sequence[np.ndarray], handed: Sequence[np.ndarray]) -> None:
         """Changes the members in place.
 
         Args:
             state: C-contiguous arrays of one shape `[rows, ...]`, or scalars of shape `()`.
-            handed: as `handed` says; "rows" like the state, or `[len(rows), ...]`.
-            rows: positions `[touched]` of the rows to change, distinct; None for all.
+            handed: as `handed` says; "rows" like the state.
 
         Raises:
             ValueError: arrays of other shapes or numbers than the program's.
         """
-        shape = self._check(state, handed, rows)
+        self._check(state, handed)
         values = [
             _flat(h) if k == ROWS else h[()] for h, k in zip(handed, self.handed, strict=True)
         ]
@@ -106,60 +101,43 @@ class RowProgram:
             tuple(v.dtype for v in (*state, *values)), [None] * len(self.steps)
         )
         scratch = _Scratch(memo)
+        flat = [_flat(member) for member in state]
         with np.errstate(all="ignore"):
-            if rows is None:
-                flat = [_flat(member) for member in state]
-                for start in range(0, flat[0].size, _CHUNK):
-                    part = slice(start, start + _CHUNK)
-                    chunk = [member[part] for member in flat]
-                    self._chunk(chunk, self._cut(values, part), scratch)
-                return
-            width = int(np.prod(shape[1:], dtype=np.int64))
-            step = max(1, _CHUNK // max(1, width))
-            for start in range(0, len(rows), step):
-                which = rows[start : start + step]
-                taken = [np.take(member, which, axis=0) for member in state]
-                part = slice(start * width, (start + step) * width)
-                self._chunk([_flat(t) for t in taken], self._cut(values, part), scratch)
-                for member, new, out in zip(state, taken, self.outputs, strict=True):
-                    if out is not None:
-                        member[which] = new
+            for start in range(0, flat[0].size, _CHUNK):
+                part = slice(start, start + _CHUNK)
+                chunk = [member[part] for member in flat]
+                self._chunk(chunk, self._cut(values, part), scratch)
 
     def _cut(self, values: Sequence[Any], part: slice) -> list[Any]:
         return [v[part] if k == ROWS else v for v, k in zip(values, self.handed, strict=True)]
 
-    def _check(
-        self, state: Sequence[np.ndarray], handed: Sequence[np.ndarray], rows: np.ndarray | None
-    ) -> tuple[int, ...]:
+    def _check(self, state: Sequence[np.ndarray], handed: Sequence[np.ndarray]) -> None:
         if len(state) != self.members or len(handed) != len(self.handed):
             raise ValueError(
                 f"Expected {self.members} arrays of state and {len(self.handed)} handed values. "
                 f"Got {len(state)} and {len(handed)}. Push to the unit what its program takes."
             )
         shape = state[0].shape
-        touched = shape if rows is None else (len(rows), *shape[1:])
         found = [m.shape for m in state]
-        found += [h.shape for h, k in zip(handed, self.handed, strict=True)]
-        wanted = [shape] * len(state) + [touched if k == ROWS else () for k in self.handed]
+        found += [h.shape for h in handed]
+        wanted = [shape] * len(state) + [shape if k == ROWS else () for k in self.handed]
         if found != wanted:
             raise ValueError(
                 f"Expected state and handed values of shapes {wanted}. Got {found}. Push values "
                 "that were computed for these rows."
             )
-        if rows is not None and len(rows) and not 0 <= rows.min() <= rows.max() < shape[0]:
-            raise ValueError(
-                f"Expected row numbers from 0 to {shape[0] - 1}. Got {rows.min()} to "
-                f"{rows.max()}. Push row numbers of this shard."
-            )
-        return shape
 
     def _chunk(self, state: list[np.ndarray], handed: list[Any], scratch: _Scratch) -> None:
         """Updates one chunk; `state` are arrays `[elements]` that are overwritten."""
         values: list[Any] = [*state, *handed, *self._plan.literals]
-        for number, (run, operands, ends) in enumerate(self._plan.steps):
+        for number, (run, operands, ends, member) in enumerate(self._plan.steps):
             taken = [values[o] for o in operands]
             size = max(t.size if t.ndim else 0 for t in taken)
-            out = scratch.take(number, size) if size else None
+            out = None
+            if member is not None and size and state[member].dtype == scratch.dtype(number):
+                out = state[member]
+            elif size:
+                out = scratch.take(number, size)
             result = run(out, *taken)
             scratch.note(number, result)
             values.append(result)
@@ -168,11 +146,13 @@ class RowProgram:
         new: list[Any] = [None if o is None else values[o] for o in self._plan.outputs]
         # All are computed before any is stored: one may be another's old value.
         olds = {id(member) for member in state}
-        new = [v.copy() if id(v) in olds else v for v in new]
+        for i, (member, value) in enumerate(zip(state, new, strict=True)):
+            if value is not member and id(value) in olds:
+                new[i] = value.copy()
         for member, value in zip(state, new, strict=True):
-            if value is not None:
+            if value is not None and value is not member:
                 np.copyto(member, value)
-        for value in {id(v): v for v in new}.values():
+        for value in new:
             scratch.give(value)
 
     @functools.cached_property
@@ -219,12 +199,13 @@ class _Plan:
 
     Attributes:
         literals: NumPy scalars.
-        steps: what to call, numbers of the operands, and results that nothing needs afterwards.
+        steps: what to call, numbers of the operands, results that nothing needs afterwards, and
+            the member that the result may overwrite.
         outputs: numbers of the outputs.
     """
 
     literals: list[Any]
-    steps: list[tuple[Any, list[int], list[int]]]
+    steps: list[tuple[Any, list[int], list[int], int | None]]
     outputs: list[int | None]
 
     @classmethod
@@ -255,28 +236,51 @@ class _Plan:
         for value, i in last.items():
             if value >= first and value not in outputs:
                 ends[i].append(value)
-        steps = [(run, operands, dead) for (run, operands), dead in zip(calls, ends, strict=True)]
+        targets: list[int | None] = [None] * len(calls)
+        for member, value in enumerate(outputs):
+            if value is None or value < first or outputs.count(value) > 1 or member in outputs:
+                continue
+            i = value - first
+            later = any(member in operands for _, operands in calls[i + 1 :])
+            if OPERATIONS[program.steps[i].name].in_place and not later:
+                targets[i] = member
+        steps = [
+            (*call, dead, target) for call, dead, target in zip(calls, ends, targets, strict=True)
+        ]
         return cls([o.scalar for o in literals.values()], steps, outputs)
 
 
 class _Scratch:
-    """Arrays for results within a chunk, used again as soon as nothing needs what they hold."""
+    """Arrays for results within a chunk, used again as soon as nothing needs what they hold.
+
+    All programs share those that are free, so that there are few, however many programs there are.
+    """
+
+    _free: ClassVar[dict[Any, list[np.ndarray]]] = {}
 
     def __init__(self, dtypes: list[Any]):
         self._dtypes = dtypes  # of each step's result, once it is known
-        self._free: dict[Any, list[np.ndarray]] = {}
+        self._lent: dict[int, np.ndarray] = {}
+
+    def dtype(self, number: int) -> Any:
+        """Of the result of a step; None where it is not known yet."""
+        return self._dtypes[number]
 
     def take(self, number: int, size: int) -> np.ndarray | None:
         """An array for the result of a step; None where its dtype is not known yet."""
         dtype = self._dtypes[number]
-        if dtype is None:
+        if dtype is None or size < _SMALL:
             return None
         free = self._free.setdefault(dtype, [])
-        while free:
+        try:
             base = free.pop()
-            if base.size >= size:
-                return base[:size] if base.size > size else base
-        return np.empty(size, dtype)
+        except IndexError:
+            base = np.empty(max(size, _CHUNK), dtype)
+        if base.size < size:
+            base = np.empty(max(size, _CHUNK), dtype)
+        lent = base[:size]
+        self._lent[id(lent)] = base
+        return lent
 
     def note(self, number: int, result: Any) -> None:
         """Remembers the dtype of a step's result."""
@@ -284,9 +288,10 @@ class _Scratch:
             self._dtypes[number] = result.dtype
 
     def give(self, value: Any) -> None:
-        """Takes back the result of a step, which nothing needs any more."""
-        if isinstance(value, np.ndarray) and value.ndim and value.base is None:
-            self._free.setdefault(value.dtype, []).append(value)
+        """Takes an array back, if it is one of these."""
+        base = self._lent.pop(id(value), None)
+        if base is not None:
+            self._free[base.dtype].append(base)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

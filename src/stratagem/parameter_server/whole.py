@@ -45,22 +45,8 @@ class WholeProgram:
             for old, writes in zip(state, self.written, strict=True)
         ]
 
-    def update(
-        self,
-        state: Sequence[np.ndarray],
-        handed: Sequence[np.ndarray],
-        rows: np.ndarray | None = None,
-    ) -> None:
-        """Changes the members in place; as `RowProgram.update`, of all rows.
-
-        Raises:
-            ValueError: rows were named.
-        """
-        if rows is not None:
-            raise ValueError(
-                f"Expected a push to all rows of a unit that changes as a whole. Got {len(rows)} "
-                "rows. Push what the unit's program takes."
-            )
+    def update(self, state: Sequence[np.ndarray], handed: Sequence[np.ndarray]) -> None:
+        """Changes the members in place."""
         for member, value in zip(state, self.run(state, handed), strict=True):
             if value is not member:
                 np.copyto(member, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _ROOM = 8
 _DENSE = 64
 # Above so many rows, places in a sorted list are searched and not looked up.
 _LARGE = 1 << 27
+_ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Runner:
         self._compute = unship(parts.compute)
         self._places = [np.zeros(t.rows if t.rows <= _LARGE else 0, np.int32) for t in parts.tables]
         self._padded = [0] * len(parts.tables)
+        self._rooms: dict[int, np.ndarray] = {}
 
     def prepare(self, arguments: Sequence[Any], given: Sequence[Any]) -> list[Wanted]:
         """The rows of each table that a closure needs.
@@ -118,11 +121,22 @@ class Runner:
             Results, new local values, and what is handed to the updates. Read-only.
         """
         positions = [p for w in wanted for p in w.positions]
-        padded = [_padded(r, w.padded) for r, w in zip(rows, wanted, strict=True)]
+        padded = [self._with_room(i, r, wanted[i].padded) for i, r in enumerate(rows)]
         outs = self._compute(*whole, *padded, *positions, *arguments, *given, *local)
         values = [np.asarray(v) for v in outs]
         first, second = self.parts.results, self.parts.results + self.parts.local
         return values[:first], values[first:second], values[second:]
+
+    def _with_room(self, index: int, rows: np.ndarray, count: int) -> np.ndarray:
+        """The rows of a table with zeros after them; until the next call."""
+        if len(rows) == count:
+            return rows
+        room = self._rooms.get(index)
+        if room is None or room.dtype != rows.dtype or room.shape != (count, *rows.shape[1:]):
+            room = self._rooms[index] = aligned((count, *rows.shape[1:]), rows.dtype)
+        room[: len(rows)] = rows
+        room[len(rows) :] = 0
+        return room
 
     def items(self, handed: Sequence[np.ndarray], wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
         """What to push: for each unit `uid`, `rows` (ids, or None for all), and `handed` pairs."""
@@ -190,9 +204,9 @@ def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
     )
 
 
-def _padded(rows: np.ndarray, count: int) -> Any:
-    if len(rows) == count:
-        return rows
-    padded = np.zeros((count, *rows.shape[1:]), rows.dtype)
-    padded[: len(rows)] = rows
-    return padded
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array with any values that XLA reads where it is; it copies what lies elsewhere."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
