@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 from stratagem.errors import (
     BackupError,
     JobMismatchError,
+    MalformedMessageError,
     NotReadyError,
     PeerTimeoutError,
     RemoteError,
 )
 from stratagem.parameter_server import initial
 from stratagem.parameter_server.client import Item, Servers
+from stratagem.parameter_server.gathered import Gathered
 from stratagem.parameter_server.jobs import WAITING, Jobs
 from stratagem.parameter_server.partitioners import FixedShardsPartitioner
 from stratagem.parameter_server.plan import Placement, Unit
 from stratagem.parameter_server.server import ParameterServer
 from stratagem.transport.local import LocalNetwork
+from stratagem.transport.message import Message
 
 SGD = {
     "kind": "rows", "members": 1, "handed": ["rows", "scalar"],
@@ -310,10 +313,10 @@ _PLAIN = st.recursive(
 _GOOD = {
     "pull": {"whole": [[1, 0]], "rows": [[0, 0, 0]]},
     "read": {"vid": 0, "shard": 0, "start": 0, "stop": 3},
-    "push": {
+    "push": {"each": [{
         "closure": 5, "below": 1, "pulled": 0, "round": None, "staged": None, "weight": 1.0,
-        "items": [["table", 0, 0, [["rows", 1], ["scalar", 2]]]],
-    },
+        "items": [["table", 0, 0, [["rows", 1], ["scalar", 2]]]], "arrays": 3,
+    }]},
     "commit": {"round": 0, "closures": [], "weights": None, "mean": True},
     "assign": {"vid": 2, "shard": 0, "op": "set", "rows": None, "token": ["c", 0, 0]},
     "create": {"specs": [], "starts": [[7, {"kind": "value", "places": [[0, 1]]}]]},
@@ -333,15 +336,20 @@ def test_requests_with_wrong_fields_are_refused_and_change_nothing(data):
     servers, state = _hostile()
     method = data.draw(st.sampled_from(sorted(_GOOD)))
     fields = dict(_GOOD[method])
-    name = data.draw(st.sampled_from([*sorted(fields), "job"]))
-    fields[name] = data.draw(_PLAIN)
+    one = fields
+    if method == "push" and data.draw(st.booleans()):
+        one = dict(fields["each"][0])
+        fields["each"] = [one]
+    name = data.draw(st.sampled_from([*sorted(one), "job"]))
+    one[name] = data.draw(_PLAIN)
     arrays = (np.array([1, 3]), np.ones((2, 3), np.float32), RATE)
     before = state()
     peer = servers.peers[0]
     message = {"job": "job", **fields}
     refused = None
     try:
-        servers.hub.call(peer, method, message, arrays, seconds=5)
+        answer = servers.hub.call(peer, method, message, arrays, seconds=5)
+        refused = next((e["type"] for e in answer.fields.get("each", ()) if "type" in e), None)
     except RemoteError as error:
         refused = error.type_name
     if refused is not None:
@@ -368,6 +376,61 @@ def _hostile():
         return values, store.version, store.applied.wire(), store.tokens.wire(), sorted(store.specs)
 
     return servers, state
+
+
+def test_small_pushes_leave_together_and_are_answered_each():
+    servers = Cluster(2).client()
+    servers.hello(start=True)
+    (_, dense, _), (_, unit, _) = model(servers, 2)
+    there = servers.peers[dense.shards[0].server]
+    before, opened = servers.read(dense), there.open
+    wrong = [Item(unit, None, [("rows", np.ones((4, 2), np.float32))])]
+    with servers.gathered.together():
+        good = [servers.post_push(i, 0, [item(unit, None, np.ones((4, 2)))]) for i in (0, 1)]
+        bad = servers.post_push(2, 0, wrong)
+        good.append(servers.post_push(3, 0, [item(unit, None, np.ones((4, 2)))]))
+        assert there.open == opened
+        with pytest.raises(RuntimeError, match="Got one that has not been sent"):
+            bad.tickets[0].result()
+        (now,) = servers.pull([dense]).whole
+        good.append(servers.post_push(4, 0, [item(unit, None, np.ones((4, 2)))]))
+    np.testing.assert_array_equal(now, before - 1.5)
+    with pytest.raises(ValueError, match="ps .*, push: unit dense: expected"):
+        bad.result()
+    assert [post.result().applied for post in good] == [True] * 4
+    np.testing.assert_array_equal(servers.read(dense), before - 2)
+
+
+def test_a_large_push_leaves_by_itself_in_its_turn():
+    servers = Cluster(1).client()
+    servers.hello(start=True)
+    large = Placement(1).place(9, "large", (4096,), "float32")
+    servers.create([large], {9: np.zeros(4096, np.float32)})
+    unit = Unit("large", (9,), SGD)
+    servers.install([unit])
+    with servers.gathered.together():
+        first = servers.post_push(0, 0, [item(unit, None, np.ones(4096))])
+        assert servers.peers[0].open == 1
+    assert first.result().applied
+
+
+def test_pushes_that_could_not_be_sent_and_answers_that_are_none():
+    def send(server, fields, arrays):
+        raise PeerTimeoutError("no room")
+
+    gathered = Gathered(send)
+    part = gathered.add(0, {}, ())
+    assert part.done
+    with pytest.raises(PeerTimeoutError, match="no room"):
+        part.result()
+
+    network = LocalNetwork()
+    network.hub("old").listen("old:1", lambda request: Message("", {"applied": True}, ()))
+    hub = network.hub("chief")
+    peer = hub.connect("old:1", "ps 0")
+    gathered = Gathered(lambda server, fields, arrays: peer.post("push", fields, arrays, seconds=5))
+    with pytest.raises(MalformedMessageError, match="Expected an answer of ps 0.* to each push"):
+        hub.wait([gathered.add(0, {}, ())])
 
 
 def test_a_method_that_is_none():

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.errors import (
-    PeerLostError,
-    RemoteError,
-)
+from stratagem.errors import PeerLostError, RemoteError
 from stratagem.parameter_server import cut
 from stratagem.parameter_server.answers import Committed, Item, Pulled, Pushed
 from stratagem.parameter_server.dtypes import dtype_of
+from stratagem.parameter_server.gathered import Gathered, Part
 from stratagem.parameter_server.pending import Pending, as_raised
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.transport.hub import Hub
@@ -41,6 +39,7 @@ class Servers:
 
     Attributes:
         specs: the variables that are known here, by number.
+        gathered: small pushes that leave together.
         sent: bytes of arrays by method.
         received: likewise.
     """
@@ -54,6 +53,7 @@ class Servers:
         self.specs: dict[int, Spec] = {}
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.gathered = Gathered(lambda server, *what: self._send(server, "push", *what))
         self._numbers = itertools.count()
 
     def know(self, specs: Iterable[Spec]) -> None:
@@ -229,7 +229,7 @@ class Servers:
         told = cut.Push(len(self.peers))
         for item in items:
             told.add(self.specs[item.unit.vids[0]], item.unit.uid, item.rows, item.handed)
-        posts = []
+        posts: list[Part] = []
         for server in range(len(self.peers)):
             changes, arrays = told.request(server)
             # A round's commit asks every server for all of its closures.
@@ -240,7 +240,7 @@ class Servers:
                 "pulled": None if pulled is None else pulled[server], "weight": weight,
                 "staged": None if staged is None else list(staged),
             }  # fmt: skip
-            posts.append(self.post(server, "push", fields, arrays))
+            posts.append(self.gathered.add(server, fields, arrays))
 
         def join(answers: Sequence[Message]) -> Pushed:
             every = [answer.fields for answer in answers]
@@ -268,17 +268,16 @@ class Servers:
     # Recovery
 
     def snapshot(
-        self, number: int, keep_from: int, about: Any = None, seconds: float | None = None
+        self, number: int, keep_from: int, seconds: float | None = None
     ) -> list[dict[str, Any]]:
         """Each server writes its state; `number`, `bytes`, `version`, `seconds` of each.
 
         Args:
             number: larger than those before it.
             keep_from: snapshots before this one are removed: the last that was complete on all.
-            about: what JSON can hold, to be kept with it.
             seconds: deadline; None: as long as the variables' size may take.
         """
-        fields = {"number": number, "keep_from": keep_from, "about": about}
+        fields = {"number": number, "keep_from": keep_from}
         known = self.specs.values()
         posts = [
             self.post(s, "snapshot", fields, (), seconds or self._long(s, known))
@@ -290,7 +289,7 @@ class Servers:
         self, number: int, specs: Sequence[Spec], units: Sequence[Unit],
         servers: Sequence[int] | None = None, seconds: float | None = None,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Servers read their rows from a snapshot, of any number of servers; `about`, `version`.
+        """Servers read their rows from a snapshot, of any number of servers; `version`.
 
         Raises:
             CorruptBackupError: it is damaged. BackupMismatchError: it is of other variables, or
@@ -320,7 +319,7 @@ class Servers:
         self, number: int, keep_from: int, seconds: float, done: Callable[[Any], None]
     ) -> None:
         """As `snapshot`, without waiting; `done` is called for each server: answer or error."""
-        fields = {"job": self.job, "number": number, "keep_from": keep_from, "about": None}
+        fields = {"job": self.job, "number": number, "keep_from": keep_from}
         for peer in self.peers:
             peer.post(
                 "snapshot", fields, seconds=seconds, done=lambda result: done(as_raised(result))
@@ -336,8 +335,9 @@ class Servers:
 
     # Inside
 
-    def wait(self, tickets: Sequence[Ticket]) -> list[Message]:
+    def wait(self, tickets: Sequence[Ticket | Part]) -> list[Message]:
         """Answers of requests, errors as who called can catch them."""
+        self.gathered.flush()
         try:
             answers = self.hub.wait(tickets)
         except RemoteError as e:
@@ -365,6 +365,14 @@ class Servers:
         return [dict(answer.fields) for answer in self.wait(posts)]
 
     def post(
+        self, server: int, method: str, fields: Mapping[str, Any],
+        arrays: Sequence[np.ndarray] = (), seconds: float | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Asks a server for something, after what it was asked for before."""
+        self.gathered.flush()
+        return self._send(server, method, fields, arrays, seconds)
+
+    def _send(
         self, server: int, method: str, fields: Mapping[str, Any],
         arrays: Sequence[np.ndarray] = (), seconds: float | None = None,
     ) -> Ticket:  # fmt: skip

@@ -280,13 +280,6 @@ class DynamicTable:
         also = also[self._index.find(piece.seen[also]) < 0]
         self._seen.note(piece.seen[also], piece.seen_times[also], piece.seen_touched[also])
 
-    def drop(self, buckets: np.ndarray) -> None:
-        """Forgets all ids of buckets, `[1024]` of bool, that moved to another server."""
-        numbers = self._index.numbers()
-        self._index.remove(numbers[_order(self._index.ids(numbers), buckets)])
-        seen = self._seen.content()[0]
-        self._seen.forget(seen[_order(seen, buckets)])
-
     def _check_columns(self, piece: Piece) -> None:
         for vid, values in piece.columns.items():
             column = self._columns.get(vid)

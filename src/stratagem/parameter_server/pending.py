@@ -14,7 +14,7 @@ from stratagem.errors import (
     RemoteError,
 )
 from stratagem.transport.message import Message
-from stratagem.transport.outgoing import Ticket
+from stratagem.transport.outgoing import Awaited
 
 # What a server raises and a caller may want to catch; the rest stays RemoteError.
 _ERRORS: dict[str, type[Exception]] = {
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Waits(Protocol):
     """What can wait for the answers of requests."""
 
-    def wait(self, tickets: Sequence[Ticket]) -> list[Message]:
+    def wait(self, tickets: Sequence[Any]) -> list[Message]:
         """The answers; raises the first error."""
 
 
@@ -40,7 +40,7 @@ class Pending(Generic[T]):
         tickets: of the hub.
     """
 
-    def __init__(self, servers: Waits, tickets: Sequence[Ticket], join: Callable[[Any], T]):
+    def __init__(self, servers: Waits, tickets: Sequence[Awaited], join: Callable[[Any], T]):
         self.tickets = list(tickets)
         self._servers, self._join = servers, join
 

@@ -15,6 +15,7 @@ import numpy as np
 from stratagem.parameter_server.plan import Spec, Unit, are_counts, is_count, is_uid
 from stratagem.parameter_server.rounds import Change
 from stratagem.parameter_server.store import Store, Token
+from stratagem.transport.incoming import told
 
 Answer = tuple[dict[str, Any], Sequence[np.ndarray]]
 Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
@@ -89,6 +90,10 @@ class Fields:
             self.refuse(name, f"the place of one of {len(self._arrays)} arrays", place)
         return self._arrays[place]
 
+    def inner(self, fields: Mapping[str, Any], first: int) -> Fields:
+        """Fields in a list, whose arrays begin at a place."""
+        return Fields(self._method, fields, self._arrays[first:])
+
     def refuse(self, name: str, expected: str, value: Any) -> None:
         """Raises ValueError."""
         raise ValueError(
@@ -99,6 +104,10 @@ class Fields:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
+
+
+def _are_mappings(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(one, dict) for one in value)
 
 
 def _is_weight(value: Any) -> bool:
@@ -155,7 +164,24 @@ def changes(said: Fields) -> list[Change]:
 
 
 def push(store: Store, said: Fields) -> Answer:
-    """`push`: closure, below, items (`changes`), pulled, round, staged, weight."""
+    """`push`: each, a list of `_push`, each with its number of `arrays`, which follow each other.
+
+    Each is answered by itself, as some may be refused: what became of it, or its error.
+    """
+    answers: list[dict[str, Any]] = []
+    at = 0
+    for one in said.get("each", "a list of pushes", _are_mappings):
+        mine = said.inner(one, at)
+        at += mine.count("arrays")
+        try:
+            answers.append(_push(store, mine))
+        except Exception as error:
+            answers.append(told(error))
+    return {"each": answers}, ()
+
+
+def _push(store: Store, said: Fields) -> dict[str, Any]:
+    """Closure, below, items (`changes`), pulled, round, staged, weight."""
     staged = said.get(
         "staged",
         "None or a list of units",
@@ -170,7 +196,7 @@ def push(store: Store, said: Fields) -> Answer:
         staged,
         float(said.get("weight", "a finite number from 0 on", _is_weight)),
     )
-    return {"applied": done.applied, "staleness": done.staleness, "late": done.late}, ()
+    return {"applied": done.applied, "staleness": done.staleness, "late": done.late}
 
 
 def commit(store: Store, said: Fields) -> Answer:

@@ -71,8 +71,7 @@ def restoring(
     facts = [c for c in found if c["server"] in used]
     own = [c for c in found if c["server"] == store.server]
     _count(store, own if used <= {store.server} and own else facts)
-    about = next((c["about"] for c in own or facts), None)
-    return {"number": number, "version": store.version, "about": about}
+    return {"number": number, "version": store.version}
 
 
 def _read_table(

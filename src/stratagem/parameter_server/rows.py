@@ -130,12 +130,12 @@ class RowProgram:
     def _chunk(self, state: list[np.ndarray], handed: list[Any], scratch: _Scratch) -> None:
         """Updates one chunk; `state` are arrays `[elements]` that are overwritten."""
         values: list[Any] = [*state, *handed, *self._plan.literals]
-        for number, (run, operands, ends, member) in enumerate(self._plan.steps):
+        for number, (run, operands, ends, target) in enumerate(self._plan.steps):
             taken = [values[o] for o in operands]
             size = max(t.size if t.ndim else 0 for t in taken)
             out = None
-            if member is not None and size and state[member].dtype == scratch.dtype(number):
-                out = state[member]
+            if target is not None and size and state[target].dtype == scratch.dtype(number):
+                out = state[target]
             elif size:
                 out = scratch.take(number, size)
             result = run(out, *taken)
@@ -240,10 +240,10 @@ class _Plan:
         for member, value in enumerate(outputs):
             if value is None or value < first or outputs.count(value) > 1 or member in outputs:
                 continue
-            i = value - first
-            later = any(member in operands for _, operands in calls[i + 1 :])
-            if OPERATIONS[program.steps[i].name].in_place and not later:
-                targets[i] = member
+            made = value - first
+            later = any(member in operands for _, operands in calls[made + 1 :])
+            if OPERATIONS[program.steps[made].name].in_place and not later:
+                targets[made] = member
         steps = [
             (*call, dead, target) for call, dead, target in zip(calls, ends, targets, strict=True)
         ]

@@ -173,9 +173,8 @@ class ParameterServer:
                 f"{said.count('number')} while {self._snapshot} is written. Ask again later."
             )
         number, began = said.count("number"), time.monotonic()
-        about = request.fields.get("about")
         work = snapshot.taking(
-            self.store, self.directory, number, self.job, said.count("keep_from"), about
+            self.store, self.directory, number, self.job, said.count("keep_from")
         )
         self._snapshot = number
 

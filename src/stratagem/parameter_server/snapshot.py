@@ -68,9 +68,7 @@ def numbers(directory: Path, server: int | None = None) -> list[int]:
     return sorted(found)
 
 
-def taking(
-    store: Store, directory: Path, number: int, job: str, keep_from: int, about: Any = None
-) -> Steps:
+def taking(store: Store, directory: Path, number: int, job: str, keep_from: int) -> Steps:
     """Writes a snapshot, as a job of `jobs.Jobs`; it returns a `Written`.
 
     Args:
@@ -79,12 +77,11 @@ def taking(
         number: larger than that of any before it.
         job: whose state it is.
         keep_from: when it is complete, those before this number are removed; it keeps itself.
-        about: plain data to keep with it.
 
     Raises:
         BackupError: it cannot be written; those before it are unharmed.
     """
-    facts = _facts(store, number, job, about)
+    facts = _facts(store, number, job)
     data = path_of(directory, number, store.server, "data")
     writer = _Writer(data)
     cut = _Cut(store)
@@ -128,9 +125,9 @@ def sealed(content: Mapping[str, Any]) -> str:
     return json.dumps({"checksum": zlib.crc32(text.encode()), "content": content}, sort_keys=True)
 
 
-def _facts(store: Store, number: int, job: str, about: Any) -> dict[str, Any]:
+def _facts(store: Store, number: int, job: str) -> dict[str, Any]:
     return {
-        "format": FORMAT, "number": number, "server": store.server, "job": job, "about": about,
+        "format": FORMAT, "number": number, "server": store.server, "job": job,
         "version": store.version, "applied": store.applied.wire(), "tokens": store.tokens.wire(),
         "committed": store.rounds.committed, "piece_bytes": PIECE_BYTES,
         "specs": [spec.wire() for spec in store.specs.values()],

@@ -24,7 +24,7 @@ from stratagem.transport import message as frames_of
 from stratagem.transport.carrier import Carrier
 from stratagem.transport.incoming import Client, Request, Serve
 from stratagem.transport.message import LIMITS, Limits, Message, Prefix, read_prefix, unpack
-from stratagem.transport.outgoing import Done, Peer, Result, Ticket, remote_error
+from stratagem.transport.outgoing import Awaited, Done, Peer, Result, Ticket, remote_error
 from stratagem.transport.seldom import Seldom
 from stratagem.transport.shares import Shares
 from stratagem.transport.sockets import Sockets
@@ -212,7 +212,7 @@ class Hub:
         (answer,) = self.wait([peer.post(method, fields, arrays, seconds=seconds)])
         return answer
 
-    def wait(self, tickets: Sequence[Ticket]) -> list[Message]:
+    def wait(self, tickets: Sequence[Awaited]) -> list[Message]:
         """Waits for the answers of requests, turning; raises the first error there is.
 
         Every request has a deadline, so this ends.

@@ -76,9 +76,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """Raises RemoteError at the client."""
         self._end()
-        trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
-        fields = {"type": type(error).__name__, "text": str(error), "traceback": trace}
-        self.client.answer(self._number, ERROR, Message("", fields))
+        self.client.answer(self._number, ERROR, Message("", told(error)))
 
     def allocate(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
         """As `Hub.allocate`, for the answer."""
@@ -95,6 +93,12 @@ class Request:
                 f"Expected one answer to {self.method!r}. Got a second one. Answer or fail it once."
             )
         self._over = True
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """An error as the fields of which `remote_error` makes it again."""
+    trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
+    return {"type": type(error).__name__, "text": str(error), "traceback": trace}
 
 
 class Client:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,15 @@ WINDOW_REQUESTS = 4096
 _MOST_ASKED = 1024  # requests that a ping asks about
 _LONG_SILENCE, _SELDOM = 60, 10  # heartbeats after which pings become seldom, and how much
 _FORMER = 8  # incarnations of a peer whose late messages are told from its present one's
+
+
+class Awaited(Protocol):
+    """A request, or what is part of one; see `Ticket`."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def result(self) -> Message: ...
 
 
 class Ticket:
