@@ -56,7 +56,9 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         """Until `stop`."""
-        while not self._leave.wait(self._every):
+        due = time.monotonic() + self._every
+        while not self._leave.wait(max(0.0, due - time.monotonic())):
+            due += self._every  # from kill to kill, however long the restart takes
             task = self._draw.choice(self._tasks)
             self.kills.append({"at": time.monotonic(), "kind": task.kind, "index": task.index})
             task.end()

@@ -30,12 +30,6 @@ def id_batches(kind: str, seed: int = 0) -> np.ndarray:
     return rng.permutation(ROWS)[ranks]
 
 
-def bytes_of_rows(ids: np.ndarray) -> tuple[int, int]:
-    """Bytes of float32 rows that one batch looks up: each mention counted, and each row once."""
-    unique = np.mean([len(np.unique(batch)) for batch in ids])
-    return ids[0].size * WIDTH * 4, round(unique * WIDTH * 4)
-
-
 def clock(keras: Any, measure: Any, rows: int) -> Any:
     """A callback that takes an epoch as a sample, in rows per second; the first one warms up."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
+from typing import Any
 
 import flights
 import measure
@@ -27,12 +28,15 @@ def main() -> None:
     keras = importlib.import_module(arguments.keras)
     data = flights.load()
     keras.utils.set_random_seed(arguments.seed)
-    model = wide_and_deep.build(keras, data.vocabulary)
+    train(wide_and_deep.build(keras, data.vocabulary), data, arguments.epochs)
+
+
+def train(model: Any, data: flights.Flights, epochs: int) -> None:
+    """Trains, and says after each epoch how good the model is."""
     x, y = [data.train.ids, data.train.numbers], data.train.late
     batch = ps_problems.WIDE_BATCH
-    start = time.perf_counter()
-    model.evaluate([part[:batch] for part in x], y[:batch], verbose=0)
-    for epoch in range(1, arguments.epochs + 1):
+    model.evaluate([part[:batch] for part in x], y[:batch], verbose=0)  # builds and compiles
+    for epoch in range(1, epochs + 1):
         start = time.perf_counter()
         history = model.fit(x, y, batch_size=batch, verbose=0)
         seconds = time.perf_counter() - start
@@ -40,7 +44,7 @@ def main() -> None:
         logits = model.predict([test.ids, test.numbers], batch_size=8192, verbose=0)
         measure.say(
             epoch=epoch, rows_per_second=len(y) / seconds, loss=history.history["loss"][-1],
-            **wide_and_deep.quality(logits, test.late), version=keras.__version__,
+            **wide_and_deep.quality(logits, test.late),
         )  # fmt: skip
 
 

@@ -19,9 +19,11 @@ from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
 from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 
 # The class behind keras.Variable on the JAX backend. Needed: `__init__`, `value`, `assign`,
-# `assign_add`, `assign_sub`, `_direct_assign`, and the slots `_value` and `_dtype`.
+# `assign_add`, `assign_sub`, `_direct_assign`, and the slots `_value` and `_dtype`. Shapes are
+# inferred in a stateless scope that is symbolic, too; no value is needed there.
 from keras.src.backend.common.stateless_scope import get_stateless_scope as get_stateless_scope
 from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.jax.core import JaxVariable as JaxVariable
 
 # The EpochIterator that this trainer makes. Needed: `_get_iterator()`, called for each pass through

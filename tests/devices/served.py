@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 
 from stratagem import context
+from stratagem.parameter_server import block
 from stratagem.parameter_server.whole import program_of
 from stratagem.step import tape
 from stratagem.step.apart import divide
@@ -85,7 +86,11 @@ class Job:
         given = [np.asarray(self.closures, g.dtype) for g in self.sent.given]
         self.closures += 1
         wanted = self.runner.prepare(arguments, given)
-        rows = [self.state[t.vid][w.ids] for t, w in zip(self.sent.tables, wanted, strict=True)]
+        rows = []
+        for table, one in zip(self.sent.tables, wanted, strict=True):
+            found = self.state[table.vid][one.ids]
+            room = np.full((one.padded - len(found), *found.shape[1:]), np.nan, found.dtype)
+            rows.append(np.concatenate([found, room]))  # nothing may depend on what is behind
         whole = [self.state[vid].copy() for vid in self.sent.whole]
         results, self.local, handed = self.runner.compute(
             whole, rows, wanted, arguments, given, self.local
@@ -102,7 +107,7 @@ class Job:
             if vids[0] in self.split:
                 self._halves(program, state, item)
             else:
-                program.update(state, arrays, item["rows"])
+                _update(program, state, arrays, item["rows"])
         return self.parts.unpack(results)
 
     def _halves(self, program: Any, state: Any, item: Any) -> None:
@@ -114,7 +119,7 @@ class Job:
                 low, high = np.searchsorted(ids, [start, stop])
                 part, ids = slice(low, high), ids[low:high] - start
             own = [value[part] if kind == "rows" else value for kind, value in item["handed"]]
-            program.update([s[start:stop] for s in state], own, ids)
+            _update(program, [s[start:stop] for s in state], own, ids)
 
     def undivided(self, *arguments: Any) -> Any:
         """The step as one program, on state of its own."""
@@ -126,6 +131,14 @@ class Job:
 
     def value(self, variable: Any) -> np.ndarray:
         return self.state[self.numbers[id(variable)]]
+
+
+def _update(program: Any, state: Any, handed: Any, rows: Any) -> None:
+    """As a server does it."""
+    if rows is None:
+        program.update(state, handed)
+    else:
+        block.update(program, [block.Block(s) for s in state], rows, handed)
 
 
 def train_step(*pairs: Any) -> Any:

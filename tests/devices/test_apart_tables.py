@@ -40,6 +40,13 @@ class Lookup(layers.Layer):
         return self.how(self.table, ids)
 
 
+def single(table, ids):
+    """Rows by one number each, one of them twice, one out of bounds."""
+    t = table.value
+    row = t[ids[0, 0]] * t[ids[1, 2]] + t[ids[0, 0]] + t[ids[2, 1] + ROWS]
+    return row * ids[..., None].astype("float32") / ROWS
+
+
 def model_of(make, name, **layer):
     ids = keras.Input((4,), dtype="int32")
     x = make(ids, **layer)
@@ -79,6 +86,7 @@ MODELS = {
     ),
     "ops": (custom(lambda t, ids: keras.ops.take(t, ids, axis=0)), lambda: opt.SGD(0.1)),
     "index": (custom(lambda t, ids: t.value[ids]), lambda: opt.SGD(0.1, loss_scale_factor=4.0)),
+    "single": (custom(single), lambda: opt.Adagrad(0.1)),
     "clip": (
         custom(lambda t, ids: jnp.take(t.value, ids + 2, axis=0, mode="clip")),
         lambda: opt.SGD(0.1),
@@ -107,7 +115,8 @@ def test_lookups():
     by_row = [p for p in job.parts.pushes if p.table is not None]
     assert len(by_row) == len(tables)
     clip = [t.clip for t in job.parts.tables]
-    assert sorted(clip) == [(False,)] * (len(tables) - 2) + [(False,) * 3] + [(True,)]
+    several = [(False,) * 3, (True,), (True,) * 3]
+    assert sorted(clip) == [(False,)] * (len(tables) - 3) + several
     compare(job, BATCHES, rtol=2e-5)
 
 
@@ -168,10 +177,11 @@ def test_a_table_that_is_also_read_whole_is_pulled_whole_with_one_warning(caplog
     assert "'tied/table' (0.0 MB) is looked up by row, but every closure pulls all of it" in text
     assert "Use it only through lookups" in text
 
+    def looked_up(t, i):
+        return jnp.take(t.value, i, axis=0) + jnp.mean(t.value**2)
+
     def decayed(ids):
-        return Lookup(lambda t, i: jnp.take(t.value, i, axis=0) + jnp.sum(t.value**2), name="sum")(
-            ids
-        )
+        return Lookup(looked_up, name="mean")(ids)
 
     assert "'reduce_sum' needs all of its rows" in warned(caplog, decayed, opt.SGD(0.1), "b")
 

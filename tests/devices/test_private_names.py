@@ -145,6 +145,18 @@ def test_stateless_scopes_live_in_the_attribute_that_the_bridge_lifts():
         assert _keras.in_stateless_scope()
         assert _keras.get_stateless_scope() is scope
         assert _keras.global_state.get_global_attribute("stateless_scope") is scope
+        assert not _keras.in_symbolic_scope()
+
+
+def test_shapes_are_inferred_in_a_scope_that_says_so():
+    inside = []
+
+    def asks(x):
+        inside.append(_keras.in_symbolic_scope() and _keras.in_stateless_scope())
+        return x
+
+    _keras.backend.compute_output_spec(asks, keras.KerasTensor((2,)))
+    assert inside == [True]
 
 
 def test_masks_and_metric_containers():
@@ -276,9 +288,9 @@ def test_jax_can_name_compiled_programs_alike_and_write_them_from_any_process():
     assert list(inspect.signature(_jax._hash_accelerators).parameters) == [
         "hash_obj", "accelerators",
     ]  # fmt: skip
-    assert list(inspect.signature(_jax._write_first).parameters) == [
-        "cache_key", "compile_time_secs", "module_name", "backend", "executable", "host_callbacks",
-    ]  # fmt: skip
+    names = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+    found = list(inspect.signature(_jax._write_first).parameters)
+    assert found in (names, [*names, "host_callbacks"])  # JAX 0.10 has the last
     put = _jax._compilation_cache.put_executable_and_time
     assert list(inspect.signature(put).parameters) == [
         "cache_key", "module_name", "executable", "backend", "compile_time",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 
@@ -13,6 +13,7 @@ from stratagem.coordinator.instructions import (
     Commit,
     Counted,
     Dispatch,
+    Forget,
     Go,
     Install,
     Instruction,
@@ -52,9 +53,9 @@ class Server:
         self.version = 0
         self.below = 0
         self.applied: dict[int, tuple[str, int] | None] = {}  # Token to lease.
-        self.staged: dict[int, int] = {}  # Token to the version it was computed from.
-        self.refused: set[int] = set()
-        self.rounds: set[int] = set()
+        # By round: token to the version it was computed from.
+        self.staged: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self.committed = -1
         self.cancelled: set[int] = set()  # Tokens that may be pushed all the same.
         self.stalest = 0
 
@@ -62,11 +63,12 @@ class Server:
         """A push arrives; whether it counts, the token and `below` say."""
         token = task.dispatch.token
         self.below = max(self.below, task.dispatch.below)
-        if token < self.below or token in self.applied or token in self.refused:
+        if token < self.below or token in self.applied:
             return
         if task.dispatch.round is not None:
             assert task.pulled is not None
-            self.staged.setdefault(token, task.pulled)
+            if task.dispatch.round > self.committed:
+                self.staged[task.dispatch.round].setdefault(token, task.pulled)
             return
         assert task.pulled is not None
         self.applied[token] = task.dispatch.lease
@@ -78,16 +80,17 @@ class Server:
     def commit(self, commit: Commit, leases: dict[int, tuple[str, int] | None]) -> None:
         """A round is applied, once, with gradients that are all of the present variables."""
         assert sum(commit.weights) == 1 or abs(sum(commit.weights) - 1) < 1e-9
-        if commit.round not in self.rounds:
-            self.rounds.add(commit.round)
-            for token in commit.tokens:
-                assert self.staged[token] == self.version, "a gradient of older variables"
-                assert token not in self.applied
-                self.applied[token] = leases[token]
-            self.version += 1
-        self.refused.update(commit.dropped)
-        for token in (*commit.tokens, *commit.dropped):
-            self.staged.pop(token, None)
+        if commit.round <= self.committed:
+            return
+        for token in commit.tokens:
+            staged = self.staged[commit.round][token]
+            assert staged == self.version, "a gradient of older variables"
+            assert token not in self.applied
+            self.applied[token] = leases[token]
+        self.version += 1
+        self.committed = commit.round
+        for number in [number for number in self.staged if number <= commit.round]:
+            del self.staged[number]
 
 
 class World:
@@ -113,11 +116,12 @@ class World:
         self.scheduled: set[int] = set()
         self.reads: set[int] = set()  # Closures that push nothing.
         self.needs: dict[int, tuple[str, ...]] = {}  # Iterators that a closure reads.
-        self.lengths: dict[str, int] = {}  # Of accounted datasets; of iterators for each worker.
+        self.lengths: dict[str, int] = {}  # Of iterators, for each worker.
         self.read: Counter[tuple[str, int, str]] = Counter()
         self.commits: list[Commit] = []
         self.snapshots: list[int] = []
         self.released: list[str] = []
+        self.forgotten: set[str] = set()  # Iterators.
         self.warnings: list[str] = []
         self.installs = 0
         self.woken = True
@@ -158,6 +162,9 @@ class World:
                     self.snapshots.append(each.number)
                 case Released():
                     self.released.append(each.worker)
+                case Forget():
+                    assert each.iterator not in self.forgotten, "forgotten twice"
+                    self.forgotten.add(each.iterator)
                 case Install():
                     self.installs += 1
                 case Wake():
@@ -173,6 +180,8 @@ class World:
         assert dispatch.worker in self.up, "dispatched to a lost worker"
         assert dispatch.closure not in held, "twice on one worker"
         assert len(held) < self.terms.depth, "more than its depth"
+        needs = self.needs.get(dispatch.closure, ())
+        assert not self.forgotten.intersection(needs), "its iterator is forgotten"
         known = self.leases.setdefault(dispatch.token, dispatch.lease)
         assert known == dispatch.lease, "a token with two batches"
         assert self.counted[dispatch.token] == 0, "dispatched after it was counted"
@@ -229,9 +238,6 @@ class World:
 
     def _pull(self, task: Task) -> None:
         task.pulled = self.server.version
-        lease = task.dispatch.lease
-        if lease is not None and lease.batch >= self.lengths[lease.dataset]:
-            task.outcome = "data-ended"
         for iterator in self.needs.get(task.dispatch.closure, ()):
             key = (task.dispatch.worker, task.incarnation, iterator)
             if self.read[key] >= self.lengths[iterator]:

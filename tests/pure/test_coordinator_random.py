@@ -35,20 +35,17 @@ class Job(RuleBasedStateMachine):
     @initialize(
         workers=st.integers(1, 4),
         depth=st.integers(1, 3),
-        length=st.integers(0, 12),
-        declared=st.booleans(),
     )
-    def begin(self, workers: int, depth: int, length: int, declared: bool) -> None:
+    def begin(self, workers: int, depth: int) -> None:
         terms = Terms(self.consistency, depth, queue_limit=8, snapshot_closures=3, patience=0.05)
         self.world = World(terms, workers)
-        self.world.lengths = {"data": length, "each": 3}
-        total = length if declared else None
-        self.world.eat(self.world.state.add_dataset("data", total, 0.0))
+        self.world.lengths = {"each 0": 3}
+        self.iterators = 1
+        self.world.eat(self.world.state.add_dataset("data", 0.0))
         self.epochs = 0
         self.servers = 1
         self.errors: list[BaseException] = []
         self.raised = 0
-        self.cancels = 0
 
     def name(self, pick: int) -> str:
         names = list(self.world.incarnations)
@@ -60,7 +57,7 @@ class Job(RuleBasedStateMachine):
         if kind == "data":
             world.schedule(dataset="data")
         elif kind == "each":
-            world.schedule(iterators=("each",))
+            world.schedule(iterators=(f"each {self.iterators - 1}",))
         else:
             world.schedule(pushes=kind == "plain")
 
@@ -91,13 +88,6 @@ class Job(RuleBasedStateMachine):
     def rise(self, pick: int, anew: bool) -> None:
         self.world.rise(self.name(pick), anew)
 
-    @rule(pick=NUMBERS)
-    def cancel(self, pick: int) -> None:
-        pending = sorted(self.world.scheduled - set(self.world.resolved))
-        if pending:
-            number = pending[pick % len(pending)]
-            self.world.eat(self.world.state.cancel(number, self.world.now))
-
     @precondition(lambda self: self.world.server_here)
     @rule()
     def lose_server(self) -> None:
@@ -124,6 +114,17 @@ class Job(RuleBasedStateMachine):
         else:
             self.world.eat(state.snapshot_failed(number, "full", self.world.now))
 
+    @rule()
+    def renew(self) -> None:
+        """The program lets go of an iterator, and reads another one from now on."""
+        self.release()
+        self.world.lengths[f"each {self.iterators}"] = 3
+        self.iterators += 1
+
+    def release(self) -> None:
+        world = self.world
+        world.eat(world.state.release_iterator(f"each {self.iterators - 1}", world.now))
+
     @rule(seconds=st.sampled_from([0.01, 0.2, 1.0]))
     def wait(self, seconds: float) -> None:
         self.world.now += seconds
@@ -135,18 +136,21 @@ class Job(RuleBasedStateMachine):
         world, random = self.world, Random(0)
         world.run(random)
         world.check()
-        # What is left of the data comes when it is asked for, each batch once.
-        ended = False
-        for _ in range(100):
-            number = world.schedule(dataset="data")
-            if number is None or number not in world.resolved:
+        self.release()
+        assert world.forgotten == {f"each {i}" for i in range(self.iterators)}
+        state = world.state
+        assert not any(needs for needs, _, _ in state._queue._kinds)
+        assert list(state._workers._pools) == [frozenset()]
+        assert not any(worker.ended for worker in state._workers)
+        # Batches that were given back come first when others are asked for, each batch once.
+        leased = {lease.batch for lease in world.leases.values() if lease is not None}
+        for _ in leased:
+            if state._data["data"].done.below < len(leased):
+                assert world.schedule(dataset="data") is not None
                 world.run(random)
-            if number is not None and world.resolved[number] == "ended":
-                ended = True
-                break
         world.check()
-        assert ended
-        expected = {("data", batch) for batch in range(world.lengths["data"])}
+        assert state._data["data"].done.below >= len(leased)
+        expected = {("data", batch) for batch in range(len(leased))}
         assert set(world.batches) <= expected
         assert len(expected) - len(world.batches) <= world.state.counts.failed
         if isinstance(world.terms.consistency, Bounded):

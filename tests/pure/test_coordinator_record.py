@@ -14,7 +14,7 @@ from stratagem.errors import BackupError
 def count(record, token, batch):
     lease = Lease("fit 0 epoch 0", batch)
     record.leased(token, lease)
-    record.counted(Counted(token, lease, False, 16))
+    record.counted(Counted(token, lease, False))
 
 
 def test_a_job_begins_goes_on_and_is_finished(tmp_path):
@@ -51,7 +51,7 @@ def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
     record.asked()
     count(record, 3, 3)
     record.snapshot(1)
-    record.counted(Counted(4, None, False, 0))
+    record.counted(Counted(4, None, False))
     record.close(finished=False)
     record = Record(tmp_path, "job")
     assert (record.resumed.snapshot, record.resumed.since) == (1, 2)

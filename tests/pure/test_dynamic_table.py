@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stratagem.errors import TableFullError
 from stratagem.parameter_server import initial
-from stratagem.parameter_server.buckets import BUCKETS, bucket_of, deal, deal_again
+from stratagem.parameter_server.buckets import BUCKETS, bucket_of, deal
 from stratagem.parameter_server.by_id import first_rows
 from stratagem.parameter_server.column import Column
 from stratagem.parameter_server.dynamic import DynamicTable, Piece
@@ -341,22 +341,6 @@ def test_rows_that_went_start_again():
     assert np.array_equal(values(short, {1}), FIRST(array({1})))
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_another_number_of_servers_moves_few_buckets(before, after, last):
-    owner = deal(before)
-    for servers in (after, last):
-        held = np.bincount(owner, minlength=servers)
-        new = deal_again(owner, servers)
-        counts = np.bincount(new, minlength=servers)
-        assert len(counts) == servers
-        assert counts.max() - counts.min() <= 1
-        # As few as can be: what no longer has a server, or is above the largest even share.
-        share = np.sort(counts)[::-1]
-        least = BUCKETS - np.minimum(np.sort(held[:servers])[::-1], share).sum()
-        assert (new != owner).sum() == least
-        owner = new
-
-
 def test_servers_that_do_not_fit_the_buckets_are_refused():
     for servers in (0, 1025):
         with pytest.raises(ValueError, match=rf"1 and 1024 parameter servers .* Got {servers}"):
@@ -370,7 +354,9 @@ def test_buckets_are_even_also_for_ids_in_a_row():
     assert bucket_of(array({-1, 0, 1, 2**63 - 1})).tolist() == [379, 0, 485, 701]  # for ever
 
 
-def test_moving_buckets_between_servers_keeps_everything():
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_servers_has_everything(count):
+    """Snapshots of two servers, restored on others, each of which takes its own buckets."""
     rng = np.random.default_rng(1)
     ids = np.unique(rng.integers(-(2**63), 2**63 - 1, 400, dtype=np.int64))
     owner = deal(2)
@@ -384,31 +370,20 @@ def test_moving_buckets_between_servers_keeps_everything():
         server.update(PROGRAM, [WEIGHT, SLOT], there, [gradient], now=3.0)
     before = [content(server) for server in servers]
 
-    new_owner = deal_again(owner, 3)
-    servers.append(table(admit_after=2))
-    for i in range(2):
-        moving = (owner == i) & (new_owner == 2)
-        for piece in servers[i].pieces(moving, rows=50):
-            servers[2].restore(piece)
-        servers[i].drop(moving)
-    after = [content(server) for server in servers]
+    others = [table(admit_after=2) for _ in range(count)]
+    for i, other in enumerate(others):
+        for server in servers:
+            for piece in server.pieces(rows=50):
+                other.restore(piece, deal(count) == i)
+    after = [content(other) for other in others]
     for part in (0, 1):  # rows, and ids that were seen
         joined = {k: v for c in before for k, v in c[part].items()}
         assert {k: v for c in after for k, v in c[part].items()} == joined
         assert sum(len(c[part]) for c in after) == len(joined)
         assert all(c[part] for c in after)
-    for i, server in enumerate(servers):
-        held = array(content(server)[0])
-        assert (new_owner[bucket_of(held)] == i).all()
-
-    # Snapshots of three servers, restored on one that takes its own buckets.
-    mine = deal(2) == 1
-    again = table(admit_after=2)
-    for server in servers:
-        for piece in server.pieces():
-            again.restore(piece, mine)
-    rows = {k: v for c in after for k, v in c[0].items() if mine[bucket_of(array({k}))[0]]}
-    assert content(again)[0] == rows
+    for i, other in enumerate(others):
+        held = array(content(other)[0])
+        assert (deal(count)[bucket_of(held)] == i).all()
 
 
 def test_pieces_of_other_tables_are_refused():

@@ -85,6 +85,11 @@ def test_pulls_and_pushes_do_not_depend_on_how_variables_are_cut(count, parts, r
     ids = np.array(sorted(rows), np.int64)
     start = servers.read(table)
     np.testing.assert_array_equal(start, servers.pull([table]).whole[0])
+    longer = len(ids) + 3
+    roomy = servers.pull([], [(table, ids), (table, ids[:1])], [min(longer, 50), len(ids[:1])])
+    assert [len(rows) for rows in roomy.rows] == [min(longer, 50), len(ids[:1])]
+    np.testing.assert_array_equal(roomy.rows[0][: len(ids)], start[ids])
+    assert not roomy.rows[0][len(ids) :].any()
     pulled = servers.pull([scalar, dense], [(table, ids), (table, ids[:1])])
     np.testing.assert_array_equal(pulled.rows[0], start[ids])
     np.testing.assert_array_equal(pulled.rows[1], start[ids[:1]])
@@ -311,7 +316,7 @@ _PLAIN = st.recursive(
     max_leaves=6,
 )  # fmt: skip
 _GOOD = {
-    "pull": {"whole": [[1, 0]], "rows": [[0, 0, 0]]},
+    "pull": {"whole": [[1, 0]], "rows": [[0, 0, 0, 2]]},
     "read": {"vid": 0, "shard": 0, "start": 0, "stop": 3},
     "push": {"each": [{
         "closure": 5, "below": 1, "pulled": 0, "round": None, "staged": None, "weight": 1.0,

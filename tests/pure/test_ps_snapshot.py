@@ -84,7 +84,7 @@ def push(store, closure, rows, shard=0):
 
 
 def take(store, directory, number=1, keep_from=0, between=lambda: None):
-    return finish(snapshot.taking(store, directory, number, "job", keep_from, {"a": 1}), between)
+    return finish(snapshot.taking(store, directory, number, "job", keep_from), between)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ def test_it_is_the_state_when_it_began_whatever_changes_meanwhile(tmp_path_facto
     assert store.before_write is None
     new = Store(0)
     facts = finish(restoring(new, directory, 1, "job", specs, UNITS))
-    assert facts == {"number": 1, "version": 1, "about": {"a": 1}}
+    assert facts == {"number": 1, "version": 1}
     for a, b in zip(before, whole([new], specs), strict=True):
         np.testing.assert_array_equal(a, b)
     assert not push(new, 0, [3]).applied

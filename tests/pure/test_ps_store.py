@@ -401,6 +401,8 @@ def test_a_push_that_is_refused_leaves_the_state_as_it_was(bad, match):
         (lambda s: s.assign(0, 0, "set", ONE, numbers(40)), "Expected row numbers from 0"),
         (lambda s: s.assign(0, 0, "set", ONE.astype(int), numbers(4)), "expected float32"),
         (lambda s: s.pull([], [(9, 0, numbers(0))]), "of a variable that has rows"),
+        (lambda s: s.pull([], [(0, 0, numbers(1, 2))], rooms=[1]), "an array for 2 to 40 rows"),
+        (lambda s: s.pull([], [(0, 0, numbers(1, 2))], rooms=[41]), "Got one for 41. Use the"),
         (lambda s: s.read(9, 0, 0, 0), "the one row of a scalar"),
         (lambda s: s.commit(0, [1], weights=[0.0]), "weights with a positive sum"),
     ],

@@ -57,6 +57,59 @@ def test_hybrid(served):
     assert losses[-1] < losses[0]
 
 
+def apart():
+    """Batches of 8 rows whose halves have no id in common."""
+    ids, y = data()
+    ids = ids % 20 + 20 * (np.arange(ROWS) % 8 >= 4)[:, None]
+    return ids, y
+
+
+def test_hybrid_moves_tables_as_far_as_one_device(served):
+    """Not so far for each worker: of rows that no other worker has at hand, exactly as far."""
+    ids, y = (x[:8] for x in apart())
+    strategy = served(2, 2, consistency="hybrid")
+    with strategy.scope():
+        model = make_model()
+    alone = make_model()
+    alone.set_weights(model.get_weights())
+    for each in (model, alone):
+        each.fit(ids, y, batch_size=8, verbose=0, shuffle=False)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_hybrid_in_a_loop_of_ones_own_weighs_closures_alike(served):
+    strategy = served(2, 2, consistency="hybrid")
+    with strategy.scope():
+        table = keras.Variable(np.ones((4, 2), "float32"), name="table")
+        optimizer = keras.optimizers.SGD(0.25)
+        optimizer.build([table])
+
+    def step(ids):
+        with stratagem.GradientTape() as tape:
+            loss = keras.ops.sum(keras.ops.take(table, ids, axis=0) ** 2)
+        optimizer.apply_gradients([(tape.gradient(loss, table), table)])
+
+    coordinator = ClusterCoordinator(strategy)
+    for i in range(2):
+        coordinator.schedule(step, args=(np.asarray([i], np.int32),))
+    coordinator.join()
+    np.testing.assert_array_equal(table.numpy(), [[0.75] * 2] * 2 + [[1.0] * 2] * 2)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("synchronous", 1), ("asynchronous", 0)])
+def test_a_loss_that_is_divided_by_part_says_so(served, caplog, mode, count):
+    strategy = served(2, 1, consistency=mode)
+    with strategy.scope():
+        ids = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Embedding(40, 4, mask_zero=True)(ids)
+        model = keras.Model(ids, keras.layers.Dense(1)(rows))
+        model.compile(optimizer="sgd", loss="mse")
+    ids, _ = data()
+    model.fit(ids, ids[..., None], batch_size=40, verbose=0)
+    assert caplog.text.count("gradients are weighed by rows: where parts have not") == count
+
+
 def test_backup_workers(served):
     """A round does not wait for the last; what is dropped is counted."""
     coordinator, losses = trained(served, consistency="synchronous", backup_workers=1)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import stratagem
+from stratagem.parameter_server.link import Link
 
 ROWS = 50
 
@@ -43,6 +44,19 @@ def test_mask_zero(served, caplog):
     assert "is looked up by row" not in caplog.text
     for a, b in zip(mine, run(None, mask_zero=True), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_coordinator_reads_no_table_to_train(served, monkeypatch):
+    """Keras calls a model without values before its first step; a table may be larger than memory.
+
+    What is read here are the weights that `run` gives.
+    """
+    read = []
+    original = Link.read
+    monkeypatch.setattr(Link, "read", lambda *args: read.append(args[1].name) or original(*args))
+    run(served(1, 2, variable_partitioner=shards(2)))
+    assert len(read) == 3
+    assert read.count("table/embeddings") == 1
 
 
 def test_a_regularizer_reads_the_whole_table_and_says_so(served, caplog):

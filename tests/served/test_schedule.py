@@ -89,6 +89,25 @@ def test_arguments(pair):
     assert [float(v.fetch()) for v in values] == [0.0, 4.0, 8.0, 12.0]
 
 
+def test_short_closures_travel_together_each_with_its_own_result(pair):
+    strategy, coordinator = pair
+    with strategy.scope():
+        total = keras.Variable(0.0)
+
+    def add(x):
+        total.assign_add(x)
+        return 2 * x
+
+    coordinator.dispatcher._state._workers._ahead = 1e9  # all are short, however busy the machine
+    count = 600
+    values = [coordinator.schedule(add, (np.float32(i),)) for i in range(count)]
+    assert [float(value.fetch()) for value in values] == [2.0 * i for i in range(count)]
+    coordinator.join()
+    assert float(total.numpy()) == count * (count - 1) / 2
+    members = coordinator.dispatcher._crew._members.values()
+    assert sum(member.peer._next for member in members) < count / 2
+
+
 def test_each_worker_gets_its_own_value(pair):
     _, coordinator = pair
     value = PerWorkerValues([np.float32(1), np.float32(2)])
@@ -100,10 +119,6 @@ def test_a_closure_that_fails(pair):
     """Rows 55 and 56: the first error is raised once, and the state is clean after it."""
     _, coordinator = pair
 
-    def bad():
-        raise_on_worker(coordinator)
-
-    del bad
     iterator = iter(coordinator.create_per_worker_dataset(failing))
     step = lambda it: next(it)  # noqa: E731
     queued = [coordinator.schedule(step, (iterator,)) for _ in range(6)]
@@ -117,8 +132,12 @@ def test_a_closure_that_fails(pair):
         coordinator.fetch(queued)
 
 
-def raise_on_worker(_):
-    raise AssertionError
+def test_a_closure_that_is_lost_here_is_an_error_and_no_wait(pair, monkeypatch):
+    _, coordinator = pair
+    monkeypatch.setattr(coordinator.dispatcher, "_scheduled", lambda what: None)
+    value = coordinator.schedule(lambda: jnp.asarray(1.0))
+    with pytest.raises(ValueError, match="closure 0 to be known here. Got none. This is a fault"):
+        value.fetch()
 
 
 def failing():

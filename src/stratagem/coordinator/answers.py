@@ -38,8 +38,7 @@ class Answers(Flights):
             result: the value for `"ok"`, the exception for `"error"`, the reason for `"aborted"`.
             staleness: how many pushes of others came between its pull and its push.
             rows: how many rows its batch had; 0 where that is not known.
-            iterator: for `"data-ended"`: the per-worker iterator that has ended on that worker;
-                None where the leased batch is beyond the end of its dataset.
+            iterator: for `"data-ended"`: the per-worker iterator that has ended on that worker.
         """
         task = self._workers.get(worker)
         here = None  # The worker, where this is its answer to what it has in hand.
@@ -102,8 +101,6 @@ class Answers(Flights):
             worker.ended.add(iterator)
             self._workers.place(worker)
             self._put_back(closure)
-        elif outcome == "data-ended":
-            self._beyond(closure)
         elif outcome == "needs-program" and not closure.cancelled:
             closure.programs += 1
             if closure.programs > _PROGRAMS:
@@ -157,20 +154,6 @@ class Answers(Flights):
         else:
             self.counts.reruns += 1
             self._queue.put(closure)
-
-    def _beyond(self, closure: Closure) -> None:
-        """The batch of a closure is beyond the end of its dataset."""
-        lease = closure.lease
-        leases = self._data.get(lease.dataset) if lease is not None else None
-        if lease is not None and leases is not None:
-            wrong = leases.end(lease.batch)
-            closure.lease = None
-            if wrong:
-                self._failed(closure, JobMismatchError(wrong))
-                return
-            self._no_more(leases)
-        self._resolve(closure, "cancelled" if closure.cancelled else "ended")
-        self._forget(closure)
 
     def _unstage(self, rounds: Rounds) -> None:
         """A server has lost what was staged in it: the round's gradients are made once more."""

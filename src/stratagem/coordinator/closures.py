@@ -191,6 +191,8 @@ class Queue:
         mine = [each for kind in kinds if kind.dataset == dataset for each in kind.waiting()]
         return [closure for closure in mine if not closure.started]
 
-    def uses(self, iterator: str) -> bool:
-        """Whether a closure that waits may need an iterator."""
-        return any(iterator in kind.pool.needs for kind in self._kinds.values() if kind)
+    def drop(self, iterator: str) -> None:
+        """No closure will need an iterator any more."""
+        for key in [key for key in self._kinds if iterator in key[0]]:
+            del self._kinds[key]
+            self._needy -= 1

@@ -15,7 +15,7 @@ from stratagem.coordinator import remote_value
 from stratagem.coordinator.consistency import rule
 from stratagem.coordinator.dispatcher import Dispatcher
 from stratagem.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
-from stratagem.coordinator.plans import Family, Plan, Plans
+from stratagem.coordinator.plans import Call, Plan, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.state import Terms
@@ -105,8 +105,8 @@ class ClusterCoordinator:
             value.end()
             return value
         with self.strategy.scope():
-            family, arrays = self._plans.find(fn, args, kwargs)
-        return self.submit(family, arrays, batch=batch)
+            call = self._plans.find(fn, args, kwargs)
+        return self.submit(call, batch=batch)
 
     def _take(self, arguments: Any) -> tuple[Any, tuple[str, int] | None]:
         """The arguments, with a batch in the place of each dealt iterator, and which one it is.
@@ -117,6 +117,8 @@ class ClusterCoordinator:
             StopIteration: an iterator is at its end.
         """
         leaves, tree = jax.tree.flatten(arguments)
+        if any(isinstance(x, PerWorkerIterator) and x.element_spec is None for x in leaves):
+            raise StopIteration  # no worker has any element
         dealt = [leaf for leaf in leaves if isinstance(leaf, DealtIterator)]
         if not dealt:
             return arguments, None
@@ -135,13 +137,13 @@ class ClusterCoordinator:
         return jax.tree.unflatten(tree, taken), batch
 
     def submit(
-        self, family: Family, arrays: list[Any], *, counts: bool = True, rows: int | None = None,
-        most: int | None = None, batch: tuple[str, int] | None = None,
-        at: list[int] | None = None,
+        self, call: Call, *, counts: bool = True, rows: int | None = None, most: int | None = None,
+        batch: tuple[str, int] | None = None, at: list[int] | None = None,
+        share: float | None = None,
     ) -> RemoteValue:  # fmt: skip
         """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
         value = RemoteValue()
-        closure = Scheduled(family, arrays, value, counts, rows, self.tallies.add, batch, at)
+        closure = Scheduled(*call, value, counts, rows, self.tallies.add, batch, at, share)
         self.dispatcher.schedule(closure, most)
         return value
 
@@ -232,7 +234,9 @@ class ClusterCoordinator:
         """Has each worker read what these bytes make: a dataset function, or NumberedBatches."""
         number = next(self._iterators)
         element = self.dispatcher.open_iterator(number, pickled, _OPEN_SECONDS)
-        return PerWorkerIterator(number, element)
+        iterator = PerWorkerIterator(number, element)
+        weakref.finalize(iterator, self.dispatcher.let_go.append, number).atexit = False
+        return iterator
 
     def _staged(self, plan: Plan) -> list[Any] | None:
         """The updates of a plan that wait for the end of a round; None where all do."""

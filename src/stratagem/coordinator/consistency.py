@@ -117,16 +117,18 @@ class Rounds:
     Args:
         backup: how many of a round need not be waited for.
         first: number of the first round; rounds of a restarted coordinator get new numbers.
+
+    Attributes:
+        size: how many closures the present round has when it is full.
     """
 
     def __init__(self, backup: int, first: int) -> None:
         self.number = first
         self.late: dict[int, int] = {}  # Closures that were not waited for, and their rounds.
         self._backup = backup
-        self._size = 0
+        self.size = 1
         self._running: dict[int, int] = {}  # Closure to token.
         self._staged: dict[int, _Staged] = {}
-        self._dropped: list[int] = []
         self._committing = False
         self._again = False  # A commit was sent once; a lost server has to get it, too.
 
@@ -139,8 +141,8 @@ class Rounds:
             return False
         members = len(self._running) + len(self._staged)
         if not members:
-            self._size = max(1, workers)
-        return members < self._size
+            self.size = max(1, workers)
+        return members < self.size
 
     def start(self, closure: int, token: int) -> None:
         """A closure is a member of the round; it stages its gradients under `token`."""
@@ -151,11 +153,9 @@ class Rounds:
         self._staged[closure] = _Staged(closure, self._running.pop(closure), rows)
 
     def leave(self, closure: int) -> None:
-        """A closure ends without gradients; what it may have staged is dropped."""
+        """A closure ends without gradients; what it may have staged, no commit asks for."""
         self.late.pop(closure, None)
-        token = self._running.pop(closure, None)
-        if token is not None:
-            self._dropped.append(token)
+        self._running.pop(closure, None)
         if self._again and not self._running and not self._staged:
             self.number += 1  # Some servers have applied it.
             self._again = False
@@ -168,19 +168,18 @@ class Rounds:
         """
         if self._committing or not self._staged:
             return None
-        enough = len(self._staged) >= max(1, self._size - self._backup) and not self._again
+        enough = len(self._staged) >= max(1, self.size - self._backup) and not self._again
         if not enough and (self._running or not (flush or self._again)):
             return None
         self._committing = True
         self.late.update(dict.fromkeys(self._running, self.number))
-        self._dropped += self._running.values()
         self._running.clear()
         staged = self._staged.values()
         rows = sum(each.rows for each in staged)
         known = all(each.rows for each in staged)
         weights = tuple(each.rows / rows if known else 1 / len(staged) for each in staged)
         tokens = tuple(each.token for each in staged)
-        return Commit(self.number, tokens, weights, tuple(self._dropped))
+        return Commit(self.number, tokens, weights)
 
     def committed(self, number: int) -> list[tuple[int, int]]:
         """All servers have applied a round; its closures and their rows."""
@@ -188,7 +187,7 @@ class Rounds:
             return []
         members = [(each.closure, each.rows) for each in self._staged.values()]
         self.number += 1
-        self._staged, self._dropped = {}, []
+        self._staged = {}
         self._committing = self._again = False
         return members
 

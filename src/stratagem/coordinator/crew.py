@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
+from stratagem.coordinator.presence import why_lost
+from stratagem.errors import PeerLostError, PeerTimeoutError
+from stratagem.transport.bundles import MOST_BYTES
 from stratagem.transport.message import Message
 
-_SILENCE_SECONDS = 5.0  # after which a worker counts as lost
 _SETUP_SECONDS = 30.0
 _PROGRAM_SECONDS = 300.0
 _CLOSURE_SECONDS = 1e9  # a step may take any time; a worker that has died is silent
@@ -32,6 +35,7 @@ class Member:
         asked: whether it is being set up.
         has: the plans that it has.
         iterators: the iterators that it was told of.
+        waiting: closures that are to leave together.
     """
 
     def __init__(self, index: int, name: str, peer: Any):
@@ -40,6 +44,42 @@ class Member:
         self.asked = False
         self.has: set[int] = set()
         self.iterators: set[int] = set()
+        self.waiting: list[Run] = []
+
+
+class Run(NamedTuple):
+    """A closure to be executed.
+
+    Attributes:
+        fields: what a worker has to know.
+        arrays: its arguments.
+        done: takes the answer.
+    """
+
+    fields: dict[str, Any]
+    arrays: Sequence[np.ndarray]
+    done: Callable[[Message | Exception], None]
+
+
+@dataclasses.dataclass
+class Opening:
+    """An iterator that workers open.
+
+    Attributes:
+        first: shapes and dtypes of the first element of whichever has one and answers first.
+        awaited: the workers that have not answered.
+        empty: whether one has answered that it has no element.
+    """
+
+    first: Future[Any] = dataclasses.field(default_factory=Future)
+    awaited: set[str] = dataclasses.field(default_factory=set)
+    empty: bool = False
+
+    def settle(self, name: str) -> None:
+        """A worker has answered, or is lost; where none of the others has an element, none has."""
+        self.awaited.discard(name)
+        if self.empty and not self.awaited and not self.first.done():
+            self.first.set_result(None)
 
 
 class Crew:
@@ -55,7 +95,9 @@ class Crew:
         self._hub: Any = None
         self._members: dict[str, Member] = {}
         self._iterators: dict[int, bytes] = {}
-        self._opened: dict[int, Future[Any]] = {}
+        self._openings: dict[int, Opening] = {}
+        self._waiting: dict[str, Member] = {}  # who is to be sent closures
+        self._small: set[int] = set()  # families whose results were small the last time
 
     @property
     def names(self) -> str:
@@ -91,10 +133,8 @@ class Crew:
         """Finds out who has come, gone silent, or come back."""
         for member in self._members.values():
             peer = member.peer
-            if member.up is not None and peer.incarnation != member.up:
-                self._down(member, "its process ended, and another one has begun")
-            elif member.up is not None and peer.silence > _SILENCE_SECONDS:
-                self._down(member, f"it has not been heard for {peer.silence:.1f} s")
+            if why := why_lost(peer, member.up):
+                self._down(member, why)
             if member.up is None and not member.asked:
                 member.asked = True
                 peer.post(
@@ -110,6 +150,7 @@ class Crew:
 
     def release(self, name: str) -> None:
         """A worker takes no part any more."""
+        self._await_no_more(name)
         self._hub.disconnect(self._members.pop(name).peer)
 
     def give_plan(
@@ -127,52 +168,149 @@ class Crew:
             member.has.add(plan.number)
 
     def run(
-        self, name: str, fields: dict[str, Any], arrays: Sequence[np.ndarray], done: Done
-    ) -> None:
-        """Has a worker execute a closure."""
+        self, name: str, fields: dict[str, Any], arrays: Sequence[np.ndarray], done: Done,
+        together: int = 1,
+    ) -> None:  # fmt: skip
+        """Has a worker execute a closure, now or at `flush`.
+
+        Args:
+            name: of the worker.
+            fields: of the closure, see `worker`.
+            arrays: its arguments.
+            done: called with the incarnation that was asked, and the answer.
+            together: how many may leave as one message.
+        """
         member = self._members[name]
-        incarnation = member.up or ""
+        run = Run(fields, arrays, functools.partial(done, member.up or ""))
+        if fields["family"] not in self._small or _large(arrays):
+            together = 1
+        if together == 1:
+            self._send(member)
+        member.waiting.append(run)
+        self._waiting[name] = member
+        if len(member.waiting) >= together:
+            self._send(member)
+
+    def flush(self) -> None:
+        """Sends the closures that wait for others."""
+        while self._waiting:
+            self._send(next(iter(self._waiting.values())))
+
+    def _send(self, member: Member) -> None:
+        self._waiting.pop(member.name, None)
+        runs, member.waiting = member.waiting, []
+        if not runs:
+            return
+        try:
+            self._post(member, runs)
+        except Exception as error:
+            if len(runs) == 1:  # what cannot be sent will not be answered
+                runs[0].done(error)
+                return
+            for run in runs:  # one of them is at fault
+                member.waiting = [run]
+                self._send(member)
+
+    def _post(self, member: Member, runs: Sequence[Run]) -> None:
+        fields = {"each": [{**run.fields, "arrays": len(run.arrays)} for run in runs]}
+        arrays = [array for run in runs for array in run.arrays]
         member.peer.post(
             "run", fields, arrays, seconds=_CLOSURE_SECONDS,
-            done=functools.partial(done, incarnation),
+            done=functools.partial(self._answered, runs),
         )  # fmt: skip
+
+    def _answered(self, runs: Sequence[Run], answer: Message | Exception) -> None:
+        """Gives each of some closures its part of the answer to all of them, or the error."""
+        if isinstance(answer, Exception):
+            for run in runs:
+                run.done(answer)
+            return
+        at = 0
+        for run, fields in zip(runs, answer.fields["each"], strict=True):
+            arrays = answer.arrays[at : at + fields["arrays"]]
+            at += len(arrays)
+            if _large(arrays):
+                self._small.discard(run.fields["family"])
+            else:
+                self._small.add(run.fields["family"])
+            run.done(Message("ran", fields, arrays))
 
     def cancel(self, name: str, closure: int) -> None:
         """Tells a worker that it need not begin a closure."""
         member = self._members.get(name)
         if member is not None and member.up is not None:
+            self._send(member)  # it may be among these
             member.peer.post("cancel", {"closure": closure}, seconds=_SETUP_SECONDS)
 
-    def opened(self, number: int) -> Future[Any]:
-        """What some worker says of an iterator's first element, when it has opened it."""
-        return self._opened.setdefault(number, Future())
+    def opened(self, number: int, seconds: float) -> Any:
+        """Waits for what some worker's first element of an iterator is like; None if none has one.
+
+        Any thread.
+
+        Raises:
+            PeerTimeoutError: none could say in time.
+        """
+        try:
+            return self._openings.setdefault(number, Opening()).first.result(seconds)
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"Expected a worker to open the dataset within {seconds:g} s. None of "
+                f"{self.names} did. Start the workers, and see what they log."
+            ) from None
 
     def open_iterator(self, number: int, pickled: bytes) -> None:
         """Has all workers open an iterator, now or when they come."""
         self._iterators[number] = pickled
+        self._openings.setdefault(number, Opening())
         for member in self._members.values():
             if member.up is not None:
                 self._open(member, number)
 
+    def forget(self, number: int) -> None:
+        """Has all workers forget an iterator, now or when they come back."""
+        self._iterators.pop(number, None)
+        self._openings.pop(number, None)
+        for member in self._members.values():
+            self._tidy(member)
+
+    def _tidy(self, member: Member) -> None:
+        """Has a worker forget what it was told of and nobody needs any more."""
+        gone = sorted(member.iterators - self._iterators.keys())
+        if gone and member.up is not None:
+            member.peer.post(
+                "forget", {"iterators": gone}, seconds=_SETUP_SECONDS,
+                done=functools.partial(self._has_forgotten, member, gone),
+            )  # fmt: skip
+
+    def _has_forgotten(
+        self, member: Member, gone: Sequence[int], answer: Message | Exception
+    ) -> None:
+        if not isinstance(answer, Exception):  # else it is lost, and is told when it is back
+            member.iterators.difference_update(gone)
+
     def _open(self, member: Member, number: int) -> None:
         if number not in member.iterators:
             member.iterators.add(number)
+            self._openings[number].awaited.add(member.name)
             data = np.frombuffer(self._iterators[number], np.uint8)
             member.peer.post(
                 "iterator", {"iterator": number}, [data], seconds=_PROGRAM_SECONDS,
-                done=functools.partial(self._has_opened, number),
+                done=functools.partial(self._has_opened, member, number),
             )  # fmt: skip
 
-    def _has_opened(self, number: int, answer: Message | Exception) -> None:
-        found = self._opened.setdefault(number, Future())
-        if found.done():
+    def _has_opened(self, member: Member, number: int, answer: Message | Exception) -> None:
+        opening = self._openings.get(number)
+        if opening is None or opening.first.done():
             return
-        if isinstance(answer, Exception):
-            found.set_exception(answer)
+        if isinstance(answer, PeerLostError | PeerTimeoutError):
+            pass  # others say, or itself when it is back
+        elif isinstance(answer, Exception):
+            opening.first.set_exception(answer)
         elif answer.method == "ended":
-            found.set_result(None)
+            opening.empty = True
         else:
-            found.set_result(cloudpickle.loads(answer.arrays[0].tobytes()))
+            opening.first.set_result(cloudpickle.loads(answer.arrays[0].tobytes()))
+        opening.settle(member.name)
 
     def _set_up(self, member: Member, answer: Message | Exception) -> None:
         member.asked = False
@@ -180,17 +318,27 @@ class Crew:
             return  # `look` asks again
         member.up = member.peer.incarnation
         member.has.clear()
-        member.iterators.clear()
+        member.iterators -= self._iterators.keys()  # it is told of these anew
         for number in self._iterators:
             self._open(member, number)
+        self._tidy(member)
         up = member.up
         self._event(lambda s, now: s.worker_up(member.name, up, now))
 
     def _down(self, member: Member, why: str) -> None:
         was, member.up = member.up, None
+        self._await_no_more(member.name)
         _log.warning("%s is lost: %s. Its work is done by others.", member.peer, why)
         self._event(lambda s, now: s.worker_down(member.name, why, now, was))
+
+    def _await_no_more(self, name: str) -> None:
+        for opening in self._openings.values():
+            opening.settle(name)
 
     def _refused(self, member: Member, answer: Message | Exception) -> None:
         if isinstance(answer, Exception):
             self.lost(member.name, str(answer))
+
+
+def _large(arrays: Sequence[np.ndarray]) -> bool:
+    return sum(array.nbytes for array in arrays) > MOST_BYTES

@@ -26,10 +26,10 @@ from stratagem.coordinator.flights import Question
 from stratagem.coordinator.guard import Guard
 from stratagem.coordinator.plans import Plan
 from stratagem.coordinator.record import Record
-from stratagem.coordinator.scheduled import Scheduled
+from stratagem.coordinator.scheduled import Scheduled, error_of
 from stratagem.coordinator.state import State, Terms
 from stratagem.coordinator.watermark import Watermark
-from stratagem.errors import PeerTimeoutError, RemoteError
+from stratagem.errors import RemoteError
 from stratagem.parameter_server.link import Link
 from stratagem.transport.message import Message
 
@@ -51,6 +51,10 @@ class Dispatcher:
         staged: for a plan, the updates that wait for the commit of a round; None for all.
         told: what each server said of itself, see `Servers.hello`.
         record: where it is noted what is finished; None: nowhere.
+
+    Attributes:
+        let_go: numbers of iterators that the program has no more. A finalizer may append to it, at
+            any moment in any thread, so that takes no lock; the hub's thread looks at each tick.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class Dispatcher:
         self._lost = self._state.lost_pushes
         self._todo: deque[do.Instruction] = deque()
         self._watching = 0  # threads that wait for something to be carried out
+        self.let_go: deque[int] = deque()
         self._closures: dict[int, Scheduled] = {}
+        self._again: dict[int, Scheduled] = {}  # that have a result, and may have to run again
         self._batches: dict[tuple[str, int], Scheduled] = {}
         self._tracer = ThreadPoolExecutor(1, "stratagem-tracer")
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -84,6 +90,7 @@ class Dispatcher:
             do.Pause: lambda i: _log.warning("Training pauses: %s", i.why),
             do.Resume: lambda i: _log.warning("Training goes on."),
             do.Released: lambda i: self._crew.release(i.worker),
+            do.Forget: lambda i: self._crew.forget(int(i.iterator)),
             do.Resolve: self._resolve,
             do.Counted: self._counted,
             do.Wake: lambda i: self._wake(),
@@ -140,7 +147,7 @@ class Dispatcher:
                     break
             batch = closure.batch
             number, found = self._state.schedule(
-                time.monotonic(), iterators=map(str, closure.family.iterators),
+                time.monotonic(), iterators=closure.needs,
                 dataset=None if batch is None else batch[0], pushes=closure.counts,
             )  # fmt: skip
             self._closures[number] = closure
@@ -153,13 +160,16 @@ class Dispatcher:
     def begin_data(self, key: str) -> Watermark:
         """Batches of a dataset are accounted for, with a record; gives those that are finished."""
         with self._changed:
-            self._add(self._state.add_dataset(key, None, time.monotonic()))
+            self._add(self._state.add_dataset(key, time.monotonic()))
         return Watermark() if self._record is None else self._record.begin(key)
 
     def end_data(self, key: str) -> None:
         """All of a dataset is done, or nobody needs it any more."""
         with self._changed:
             self._add(self._state.release_dataset(key, time.monotonic()))
+            for batch in list(self._batches):  # what is left is of closures that did not count
+                if batch[0] == key:
+                    self._batches.pop(batch, None)
         if self._record is not None:
             self._record.release(key)
 
@@ -170,16 +180,12 @@ class Dispatcher:
             PeerTimeoutError: no worker could say in time.
             StopIteration: there is no element.
         """
-        found = self._crew.opened(number)
         self._link.thread.submit(lambda hub: self._crew.open_iterator(number, pickled))
         try:
-            answer = found.result(seconds)
-        except TimeoutError:
-            raise PeerTimeoutError(
-                f"Expected a worker to open the dataset within {seconds:g} s. None of "
-                f"{self._crew.names} did. Start the workers, and see what they log."
-            ) from None
-        return answer
+            return self._crew.opened(number, seconds)
+        except BaseException:
+            self.let_go.append(number)
+            raise
 
     @property
     def staleness(self) -> Any:
@@ -227,6 +233,7 @@ class Dispatcher:
         answer, found = self._state.ask(what, time.monotonic())
         self._add(found)
         if isinstance(answer, do.Raise):
+            self._again.clear()  # nothing is unfinished now
             raise answer.error
         return answer
 
@@ -271,25 +278,33 @@ class Dispatcher:
                 _log.exception("Could not carry out %r", instruction)
             finally:
                 self._todo.popleft()
+        self._crew.flush()
         if self._watching:
             self._wake()
 
     def _tick(self) -> None:
         self._crew.look()
         self._guard.look()
+        while self.let_go:
+            self._release(str(self.let_go.popleft()))
         self._event(lambda state, now: state.tick(now))
         if self._record is not None and self._lost != self._state.lost_pushes:
             self._lost = self._state.lost_pushes
             self._record.lost(self._lost)
 
+    def _release(self, iterator: str) -> None:
+        self._event(lambda state, now: state.release_iterator(iterator, now))
+
     def _dispatch(self, what: do.Dispatch) -> None:
-        closure = self._closures.get(what.closure)
-        if closure is None:
+        closure = self._scheduled(what)
+        if closure is None:  # else the state would wait for its answer for ever
+            self._ran(what, self._crew.incarnation(what.worker), ValueError(
+                f"Expected closure {what.closure} to be known here. Got none. This is a fault of "
+                "Stratagem: please report it, with what the program schedules."
+            ))  # fmt: skip
             return
-        if what.lease is not None:
-            closure = self._batches.get(what.lease, closure)
-            if what.fresh and self._record is not None:
-                self._record.leased(what.token, what.lease)
+        if what.lease is not None and what.fresh and self._record is not None:
+            self._record.leased(what.token, what.lease)
         fields = {
             "closure": what.closure,
             "token": what.token,
@@ -297,30 +312,26 @@ class Dispatcher:
             "below": what.below,
             "round": what.round,
             "weight": 1.0 if closure.rows is None else float(closure.rows),
+            "share": self._state.share if closure.share is None else closure.share,
+            "iterators": closure.numbers,
             "at": closure.at,
         }
         try:
             for key, plan in list(closure.family.plans.items()):
-                self._crew.give_plan(what.worker, closure.family.number, key, plan, self._plan_wire)
+                self._crew.give_plan(what.worker, closure.family.number, key, plan, self._wire)
             arrays = closure.arguments(self._crew.index(what.worker))
-            self._crew.run(what.worker, fields, arrays, functools.partial(self._ran, what))
+            ran = functools.partial(self._ran, what)
+            self._crew.run(what.worker, fields, arrays, ran, what.together)
         except Exception as error:  # what cannot be sent will not be answered
             self._ran(what, self._crew.incarnation(what.worker), error)
 
-    def _plan_wire(self, plan: Plan) -> tuple[dict[str, Any], list[np.ndarray]]:
-        """What a worker needs to have a plan."""
-        parts, blobs = plan.parts.to_wire()
-        used = {*plan.parts.whole, *(t.vid for t in plan.parts.tables)}
-        used.update(vid for unit in plan.parts.units for vid in unit.vids)
-        fields = {
-            "plan": plan.number,
-            "parts": parts,
-            "specs": [self._link.specs[vid].wire() for vid in sorted(used)],
-            "units": [[unit.uid, list(unit.vids)] for unit in plan.parts.units],
-            "local": [[list(v.shape), str(v.dtype)] for v in plan.local],
-            "staged": self._staged(plan),
-        }
-        return fields, [np.frombuffer(blob, np.uint8) for blob in blobs]
+    def _wire(self, plan: Plan) -> tuple[dict[str, Any], list[np.ndarray]]:
+        return plan.to_wire(self._link.specs, self._staged(plan))
+
+    def _scheduled(self, what: do.Dispatch) -> Scheduled | None:
+        """What is to be run: that of the batch, where the batch has come from another closure."""
+        found = self._closures.get(what.closure) or self._again.get(what.closure)
+        return found if what.lease is None else self._batches.get(what.lease, found)
 
     def _ran(self, what: do.Dispatch, incarnation: str, answer: Message | Exception) -> None:
         """A worker has answered, or it is known that it will not."""
@@ -335,16 +346,15 @@ class Dispatcher:
             return
         fields, outcome = answer.fields, answer.fields["outcome"]
         if outcome == "needs-program":
-            self._tracer.submit(self._trace, what.closure, answer, finished)
+            self._tracer.submit(self._trace, what, answer, finished)
             return
+        closure = self._scheduled(what)
         result: Any = fields.get("reason")
         if outcome == "error":
-            closure = self._closures.get(what.closure)
-            result = _error(answer, "" if closure is None else closure.family.where)
+            result = error_of(answer, "" if closure is None else closure.family.where)
         elif outcome == "ok":
             result = (fields["variant"], answer.arrays)
         ended = fields.get("iterator")
-        closure = self._closures.get(what.closure)
         rows = 0 if closure is None else closure.rows or 0
         self._event(
             lambda s, now: finished(
@@ -353,10 +363,10 @@ class Dispatcher:
             )
         )  # fmt: skip
 
-    def _trace(self, number: int, answer: Message, finished: Callable[..., Any]) -> None:
+    def _trace(self, what: do.Dispatch, answer: Message, finished: Callable[..., Any]) -> None:
         """Makes the plan for elements that no plan is for. In the tracer's thread."""
         try:
-            if (closure := self._closures.get(number)) is not None and answer.arrays:
+            if (closure := self._scheduled(what)) is not None and answer.arrays:
                 closure.family.variant(cloudpickle.loads(answer.arrays[0].tobytes()))
             self._event(lambda s, now: finished(s, outcome="needs-program", now=now))
         except Exception as error:
@@ -364,6 +374,7 @@ class Dispatcher:
             self._event(lambda s, now: finished(s, outcome="error", result=failed, now=now))
 
     def _counted(self, what: do.Counted) -> None:
+        self._again.pop(what.token, None)
         if what.lease is not None:
             self._batches.pop(what.lease, None)
         if self._record is not None:
@@ -385,16 +396,5 @@ class Dispatcher:
             if plan.local and closure.keep is not None:
                 closure.keep(plan.local, arrays[count:])
             value.set_result(plan.parts.unpack(list(arrays[:count])))
-
-
-def _error(answer: Message, where: str) -> BaseException:
-    """The error of a closure, as it was raised on the worker, with where that was."""
-    fields = answer.fields
-    error: BaseException
-    try:
-        error = cloudpickle.loads(answer.arrays[0].tobytes())
-    except Exception:  # an exception may hold anything
-        error = RemoteError("a worker", "run", fields["kind"], fields["text"])
-    error.add_note("On the worker:\n" + fields["traceback"])
-    error.add_note(f"The function that was scheduled: {where}")
-    return error
+            if closure.batch is None:
+                self._again[what.closure] = closure  # until it is counted, at once or in its round

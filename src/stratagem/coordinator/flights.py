@@ -10,6 +10,7 @@ from stratagem.coordinator.instructions import (
     Cancel,
     Counted,
     Dispatch,
+    Forget,
     Instruction,
     Lease,
     Released,
@@ -18,6 +19,7 @@ from stratagem.coordinator.instructions import (
     Wake,
     Warn,
 )
+from stratagem.coordinator.iterators import Iterators
 from stratagem.coordinator.leases import Leases
 from stratagem.coordinator.progress import Progress
 from stratagem.coordinator.servers import Servers
@@ -25,7 +27,6 @@ from stratagem.coordinator.statistics import Counts, Staleness
 from stratagem.coordinator.terms import Terms
 from stratagem.coordinator.watermark import Watermark
 from stratagem.coordinator.workers import Worker, Workers
-from stratagem.errors import JobMismatchError
 
 Question = Literal["schedule", "join", "done"]
 
@@ -63,7 +64,7 @@ class Flights:
         self._rounds = Rounds(rule.backup, self._next) if isinstance(rule, Synchronous) else None
         self._closures: dict[int, Closure] = {}  # All that are not finished.
         self._data: dict[str, Leases] = {}
-        self._released: set[str] = set()  # Iterators that are gone, but for what still waits.
+        self._iterators = Iterators()
         self._error: BaseException | None = None
         self._broken: Exception | None = None  # Why a server cannot be restored.
         self._cancelling = False
@@ -80,15 +81,6 @@ class Flights:
         if worker.removed and not worker.held:
             self._workers.forget(worker)
             self._out.append(Released(worker.name))
-
-    def _no_more(self, leases: Leases) -> None:
-        """Closures that wait for a batch have ended, where there is none for them."""
-        if leases.exhausted:
-            self._end_waiting(leases.key)
-
-    def _end_waiting(self, dataset: str) -> None:
-        for closure in self._queue.unstarted(dataset):
-            self._ended(closure)
 
     def _ended(self, closure: Closure) -> None:
         """There are no data for a closure."""
@@ -162,13 +154,11 @@ class Flights:
         else:
             self.counts.finished += 1
             self._servers.pushes += closure.pushes
-        self._out.append(Counted(closure.token, closure.lease, dropped, rows))
+        self._out.append(Counted(closure.token, closure.lease, dropped))
         lease = closure.lease
         leases = self._data.get(lease.dataset) if lease is not None else None
         if lease is not None and leases is not None:
-            wrong = leases.finish(lease.batch)
-            if wrong:
-                self._keep(JobMismatchError(wrong))
+            leases.finish(lease.batch)
         self._forget(closure)
 
     def _forget(self, closure: Closure, keep_token: bool = False) -> None:
@@ -183,6 +173,13 @@ class Flights:
             self._rounds.leave(number)
         if not keep_token:
             self._done.add(closure.token)
+        self._forget_iterators(self._iterators.finish(closure.needs))
+
+    def _forget_iterators(self, gone: list[str]) -> None:
+        for iterator in gone:
+            self._queue.drop(iterator)
+            self._workers.release(iterator)
+            self._out.append(Forget(iterator))
 
     # Handing out.
 
@@ -214,15 +211,13 @@ class Flights:
             return
         if closure.dataset is not None:
             leases = self._data.get(closure.dataset)
-            taken = leases.take(closure.number) if leases is not None else None
-            if leases is None or taken is None:
+            if leases is None:
                 self._ended(closure)
                 return
-            closure.lease = Lease(closure.dataset, taken[0])
-            closure.token = taken[1]
+            batch, closure.token = leases.take(closure.number)
+            closure.lease = Lease(closure.dataset, batch)
             if closure.token != closure.number:
                 self._done.add(closure.number)
-            self._no_more(leases)
         if closure.pushes and self._window is not None:
             self._window.start(closure.number)
         if closure.pushes and self._rounds is not None:
@@ -239,10 +234,9 @@ class Flights:
         round_ = None
         if rounds is not None and closure.pushes:
             round_ = rounds.late.get(number, rounds.number)
+        token, lease, below = closure.token, closure.lease, self._done.below
         self._out.append(
-            Dispatch(
-                worker.name, number, closure.token, closure.lease, round_, fresh, self._done.below
-            )
+            Dispatch(worker.name, number, token, lease, round_, fresh, below, worker.together)
         )
 
     def _help(self, now: float) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.coordinator import instructions as do
+from stratagem.coordinator.presence import why_lost
 from stratagem.errors import BackupError, JobMismatchError
 from stratagem.parameter_server.client import as_raised
 from stratagem.parameter_server.keeper import is_final
 from stratagem.parameter_server.link import OUT_OF_REACH, Link
 
-_SILENCE_SECONDS = 5.0  # after which a server counts as lost
 _HELLO_SECONDS = 10.0
 _COMMIT_SECONDS = 600.0
 
@@ -58,11 +58,8 @@ class Guard:
     def look(self) -> None:
         """Finds out who has gone silent, was started again, or is back."""
         for member in self._members.values():
-            peer = member.peer
-            if member.up is not None and peer.incarnation not in (None, member.up):
-                self._down(member, "its process ended, and another one has begun")
-            elif member.up is not None and peer.silence > _SILENCE_SECONDS:
-                self._down(member, f"it has not been heard for {peer.silence:.1f} s")
+            if why := why_lost(member.peer, member.up):
+                self._down(member, why)
             if member.up is None and not member.asked and self._link.failed is None:
                 self._ask(member)
 

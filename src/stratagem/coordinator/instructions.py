@@ -31,6 +31,8 @@ class Dispatch:
         round: round of synchronous training in which its gradients are staged; None otherwise.
         fresh: whether the lease is new, so that the journal has to hear of it first.
         below: all tokens below this one are finished; servers need not remember them.
+        together: how many closures may travel in one message, and be answered in one, as all of
+            them take little.
     """
 
     worker: str
@@ -40,6 +42,7 @@ class Dispatch:
     round: int | None
     fresh: bool
     below: int
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,16 @@ class Cancel:
 class Commit:
     """All servers apply the staged gradients of a round, as one; then `State.committed`.
 
+    What others have staged for the round is dropped, and what they will.
+
     Args:
         tokens: whose gradients, in the order in which they came.
         weights: one for each, 1 in all: the share of its rows, or equal where rows are unknown.
-        dropped: tokens of the round that are late: what they push, or have pushed, is dropped.
     """
 
     round: int
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
-    dropped: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,13 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """No closure will read a per-worker iterator any more: workers need not keep it."""
+
+    iterator: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resolve:
     """A closure has ended for the user's program; comes once for each.
 
@@ -126,13 +136,11 @@ class Counted:
 
     Args:
         dropped: whether its gradients came too late for its round of synchronous training.
-        rows: as the worker said.
     """
 
     token: int
     lease: Lease | None
     dropped: bool
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,7 @@ Instruction: TypeAlias = (
     | Pause
     | Resume
     | Released
+    | Forget
     | Resolve
     | Counted
     | Wake

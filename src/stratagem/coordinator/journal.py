@@ -29,7 +29,7 @@ Fsync: TypeAlias = float | Literal["always", "never"]
 A coordinator's own death loses nothing, whatever is chosen; the machine's may lose the records
 since. Then the batches they tell of are executed a second time; none is left out."""
 
-_FORMAT = "stratagem journal 1"
+_FORMAT = "stratagem journal 2"
 _BLOCK = 4096  # Tokens that are set aside at once.
 _HEADER = 1024  # A first line is shorter.
 _WORTH = 1 << 20  # Bytes from which on a journal is worth rewriting.
@@ -98,19 +98,19 @@ class Journal:
         if number >= self._now.next_token:
             self._append(True, "tokens", number + _BLOCK)
 
-    def data(self, key: str, total: int | None) -> None:
+    def data(self, key: str) -> None:
         """A dataset is accounted for from now on; one that is known already goes on."""
         if key not in self._now.data:
-            self._append(False, *_whole(key, DataProgress(total)))
+            self._append(False, *_whole(key, DataProgress()))
 
     def leased(self, token: int, lease: Lease) -> None:
         """A batch will be pushed under a token; before its `Dispatch` is sent."""
         self._append(False, "lease", token, *lease)
 
-    def counted(self, token: int, lease: Lease | None, dropped: bool, rows: int) -> None:
+    def counted(self, lease: Lease | None) -> None:
         """A `Counted` instruction. Of one without a lease only that there was a push."""
         if lease is not None:
-            self._append(False, "done", token, *lease, int(dropped), rows)
+            self._append(False, "done", *lease)
         else:
             self._append(False, "push")
 
@@ -274,18 +274,15 @@ def _apply(progress: Progress, record: Any) -> None:
     elif kind == "asked":
         progress.asked = 0
     elif kind == "done":
-        _, key, batch, dropped, rows = values
+        key, batch = values
         progress.since += 1
         progress.asked += 1
         data = progress.data.setdefault(key, DataProgress())
         data.open.pop(batch, None)
-        if data.done.add(batch) and dropped:
-            data.dropped += 1
-            data.dropped_rows += rows
+        data.done.add(batch)
     elif kind == "data":
-        key, total, below, above, opened, dropped, rows = values
-        done = Watermark(below, above)
-        progress.data[key] = DataProgress(total, done, dict(opened), dropped, rows)
+        key, below, above, opened = values
+        progress.data[key] = DataProgress(Watermark(below, above), dict(opened))
     elif kind == "release":
         progress.data.pop(values[0], None)
     elif kind == "tokens":
@@ -303,8 +300,7 @@ def _apply(progress: Progress, record: Any) -> None:
 
 def _whole(key: str, data: DataProgress) -> tuple[Any, ...]:
     opened = [[batch, token] for batch, token in data.open.items()]
-    above = sorted(data.done.above)
-    return "data", key, data.total, data.done.below, above, opened, data.dropped, data.dropped_rows
+    return "data", key, data.done.below, sorted(data.done.above), opened
 
 
 def _records(progress: Progress) -> Iterator[tuple[Any, ...]]:

@@ -28,7 +28,7 @@ _worker_index: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass
 class Reading:
-    """The elements that a function takes while it is traced.
+    """The elements that a function takes while it is traced, by its `Place` and turn.
 
     Attributes:
         specs: what they look like, where that is known better than by the iterator's own spec.
@@ -82,33 +82,76 @@ class PerWorkerDataset:
 class PerWorkerIterator:
     """An iterator that each worker has one of. `next` of it works in a scheduled function.
 
+    The workers forget it when the program has let go of it, and no closure needs it any more.
+
     Args:
         number: unique in the job.
-        element: a structure of ShapeDtypeStructs: the first element of some worker.
+        element: a structure of ShapeDtypeStructs: the first element of some worker; None where
+            there is none.
     """
 
     def __init__(self, number: int, element: Any):
         self.number = number
         self.element_spec = element
+        self._places: dict[int, Place] = {}
 
     def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(
+            "Expected next(iterator) inside a function that is scheduled, of an iterator that is "
+            "an argument of it: the elements are on the workers. Got it outside, or of an iterator "
+            "that the function knows by itself. Pass the iterator as an argument of "
+            "coordinator.schedule, and call next in the function."
+        )
+
+    def at(self, position: int) -> Place:
+        """What stands for it while a function is traced, which takes it as iterator `position`."""
+        if position not in self._places:
+            self._places[position] = Place(position, self.element_spec)
+        return self._places[position]
+
+
+class Place:
+    """An iterator in a function that is traced: which one of those that it takes.
+
+    Equal for all iterators with such elements, so that one program serves them.
+
+    Args:
+        position: among the iterators of the call.
+        element: as of PerWorkerIterator.
+    """
+
+    def __init__(self, position: int, element: Any):
+        self._position = position
+        self.element_spec = element
+        leaves, tree = jax.tree.flatten(element)
+        self._key = position, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __iter__(self) -> Place:
         return self
 
     def __next__(self) -> Any:
         reading = _reading.get()
         if context.current().trace is None or reading is None:
             raise NotImplementedError(
-                "Expected next(iterator) inside a function that is scheduled: the elements are on "
-                "the workers. Got it outside. Pass the iterator as an argument of "
-                "coordinator.schedule, and call next in the function."
+                "Expected next(iterator) in the function that was scheduled with it. Got it later, "
+                "of an iterator that was kept from there. Return what next gives."
             )
-        turn = reading.taken.get(self.number, 0)
-        reading.taken[self.number] = turn + 1
-        spec = reading.specs.get((self.number, turn), self.element_spec)
-        reading.seen[self.number, turn] = spec
+        turn = reading.taken.get(self._position, 0)
+        reading.taken[self._position] = turn + 1
+        spec = reading.specs.get((self._position, turn), self.element_spec)
+        reading.seen[self._position, turn] = spec
         leaves, tree = jax.tree.flatten(spec)
         values = [
-            primitives.given("element", (self.number, turn, i), leaf.shape, leaf.dtype)
+            primitives.given("element", (self._position, turn, i), leaf.shape, leaf.dtype)
             for i, leaf in enumerate(leaves)
         ]
         return jax.tree.unflatten(tree, values)
@@ -198,6 +241,54 @@ class Elements:
         return jax.tree.unflatten(self.tree, specs)
 
 
+class Taken:
+    """The elements that one closure takes on a worker.
+
+    Args:
+        iterators: of the worker, by number.
+        numbers: of the closure's own, by position.
+
+    Attributes:
+        arrays: leaves of each element, by position of its iterator and turn.
+    """
+
+    def __init__(self, iterators: Mapping[int, Elements], numbers: Sequence[int]):
+        self._iterators, self._numbers = iterators, numbers
+        self._sources: dict[int, Elements] = {}  # that it may put back, even when they are gone
+        self.arrays: dict[tuple[int, int], list[np.ndarray]] = {}
+
+    def take(self, position: int, turn: int, at: Sequence[int] | None) -> None:
+        """Takes the next element of an iterator; `at` as of `Elements.take`.
+
+        Raises:
+            Ended: there is none.
+        """
+        number = self._numbers[position]
+        source = self._sources.setdefault(position, self._iterators[number])
+        try:
+            self.arrays[position, turn] = source.take(at)
+        except StopIteration:
+            raise Ended(number) from None
+
+    def specs(self) -> dict[tuple[int, int], Any]:
+        """Shapes and dtypes of each element, as a structure."""
+        return {key: self._sources[key[0]].spec_of(e) for key, e in self.arrays.items()}
+
+    def put_back(self) -> None:
+        """They come next again."""
+        for position, source in self._sources.items():
+            mine = [key for key in sorted(self.arrays) if key[0] == position]
+            source.put_back([self.arrays.pop(key) for key in mine])
+
+
+class Ended(Exception):
+    """A per-worker iterator has no further element on this worker."""
+
+    def __init__(self, iterator: int):
+        super().__init__(iterator)
+        self.iterator = iterator
+
+
 def as_array(leaf: Any) -> np.ndarray:
     """A leaf as the array that a program takes: JAX computes with 32 bits unless told otherwise."""
     array = np.asarray(leaf)
@@ -229,6 +320,6 @@ def _dataset(make: Any) -> Any:
 def variant_key(elements: Mapping[tuple[int, int], Sequence[Any]]) -> str:
     """Names the shapes of the elements of a closure; the same for specs and for arrays."""
     return ";".join(
-        f"{iterator}.{turn}:" + ",".join(f"{np.dtype(x.dtype)}{tuple(x.shape)}" for x in leaves)
-        for (iterator, turn), leaves in sorted(elements.items(), key=lambda item: item[0])
+        f"{position}.{turn}:" + ",".join(f"{np.dtype(x.dtype)}{tuple(x.shape)}" for x in leaves)
+        for (position, turn), leaves in sorted(elements.items(), key=lambda item: item[0])
     )

@@ -6,19 +6,22 @@ import dataclasses
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from stratagem import context, variables
 from stratagem.coordinator.per_worker import (
+    PerWorkerIterator,
     PerWorkerValues,
     Reading,
     as_array,
     read_by,
     variant_key,
 )
+from stratagem.parameter_server.plan import Spec
 from stratagem.step import apart, tape
 from stratagem.step.arguments import Argument, describe, flatten
 from stratagem.step.same import identity
@@ -40,6 +43,28 @@ class Plan:
     parts: apart.Parts
     local: list[Any]
 
+    def to_wire(
+        self, specs: Mapping[int, Spec], staged: list[Any] | None
+    ) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """What a worker needs to have it.
+
+        Args:
+            specs: of the variables on the servers, by number.
+            staged: the updates that wait for the commit of a round; None for all.
+        """
+        parts, blobs = self.parts.to_wire()
+        used = {*self.parts.whole, *(t.vid for t in self.parts.tables)}
+        used.update(vid for unit in self.parts.units for vid in unit.vids)
+        fields = {
+            "plan": self.number,
+            "parts": parts,
+            "specs": [specs[vid].wire() for vid in sorted(used)],
+            "units": [[unit.uid, list(unit.vids)] for unit in self.parts.units],
+            "local": [[list(v.shape), str(v.dtype)] for v in self.local],
+            "staged": staged,
+        }
+        return fields, [np.frombuffer(blob, np.uint8) for blob in blobs]
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -50,7 +75,7 @@ class Family:
         make: traces the function for elements of some shapes.
         plans: by `variant_key`; one with the key "" where it takes no elements.
         dynamic: which leaves of a call's arguments are arrays, and so go along.
-        iterators: the per-worker iterators that it reads.
+        reads: which of a call's per-worker iterators it reads.
         where: the function, and where it is written.
     """
 
@@ -58,7 +83,7 @@ class Family:
     make: Callable[[dict[tuple[int, int], Any]], tuple[str, Plan]]
     plans: dict[str, Plan]
     dynamic: list[int]
-    iterators: tuple[int, ...]
+    reads: tuple[int, ...]
     where: str = ""
 
     def plan(self, number: int) -> Plan:
@@ -72,6 +97,20 @@ class Family:
             return known
         key, plan = self.make(specs)
         return self.plans.setdefault(key, plan)
+
+
+class Call(NamedTuple):
+    """A call of a function, as workers make it.
+
+    Attributes:
+        family: how they run it.
+        arrays: what goes along: arrays, or one a worker.
+        iterators: its per-worker iterators, by position.
+    """
+
+    family: Family
+    arrays: list[Any]
+    iterators: list[PerWorkerIterator]
 
 
 class Plans:
@@ -98,8 +137,8 @@ class Plans:
         self._same: dict[Any, Callable[..., Any]] = {}
         self._touched: dict[Any, dict[int, Any]] = {}
 
-    def find(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Family, list[Any]]:
-        """The plans for a call, made if it is new, and the arrays that go along with it.
+    def find(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+        """The plans for a call, made if it is new, and what goes along with it.
 
         Args:
             fn: ordinary Python over tensors and Keras variables; traced as `run` does.
@@ -107,11 +146,12 @@ class Plans:
             kwargs: its keyword arguments.
         """
         leaves, tree, keys = flatten((args, kwargs))
-        if any(isinstance(leaf, PerWorkerValues) for leaf in leaves):
-            first = [x.values[0] if isinstance(x, PerWorkerValues) else x for x in leaves]
+        first, iterators = leaves, []
+        if any(isinstance(leaf, (PerWorkerValues, PerWorkerIterator)) for leaf in leaves):
+            found = dict.fromkeys(x for x in leaves if isinstance(x, PerWorkerIterator))
+            iterators = list(found)
+            first = [_as_traced(leaf, iterators) for leaf in leaves]
             _, _, keys = flatten(first)
-        else:
-            first = leaves
         family = self._families.get((fn, tree, keys))
         if family is None:
             with self._lock:
@@ -120,7 +160,7 @@ class Plans:
                 if family is None:
                     family = self._new(fn, tree, first)
                 self._families[fn, tree, keys] = family
-        return family, [_arrays(leaves[i]) for i in family.dynamic]
+        return Call(family, [_arrays(leaves[i]) for i in family.dynamic], iterators)
 
     def _new(self, fn: Callable[..., Any], tree: Any, leaves: list[Any]) -> Family:
         described = [describe(leaf) for leaf in leaves]
@@ -133,9 +173,9 @@ class Plans:
                 return variant_key(elements), plan
 
         key, plan = make({})
-        iterators = tuple(sorted({g.key[0] for g in plan.parts.given if g.kind == "element"}))
+        reads = tuple(sorted({g.key[0] for g in plan.parts.given if g.kind == "element"}))
         dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
-        return Family(next(self._numbers), make, {key: plan}, dynamic, iterators, _where(fn))
+        return Family(next(self._numbers), make, {key: plan}, dynamic, reads, _where(fn))
 
     def _make(
         self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
@@ -171,6 +211,13 @@ def _where(fn: Any) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _as_traced(leaf: Any, iterators: Sequence[PerWorkerIterator]) -> Any:
+    """What a function is traced with in the place of a leaf."""
+    if isinstance(leaf, PerWorkerIterator):
+        return leaf.at(iterators.index(leaf))
+    return leaf.values[0] if isinstance(leaf, PerWorkerValues) else leaf
 
 
 def _arrays(leaf: Any) -> Any:

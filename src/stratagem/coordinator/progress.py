@@ -13,18 +13,12 @@ class DataProgress:
     """How far the accounted dataset of one epoch is.
 
     Args:
-        total: how many batches it has; None where that is not known yet.
-        done: batches that are finished, dropped ones included.
+        done: batches that are finished, those too that came too late for their round.
         open: tokens of batches that were leased, and are not known to be finished.
-        dropped: how many of the finished batches came too late for their round.
-        dropped_rows: how many rows these had.
     """
 
-    total: int | None = None
     done: Watermark = field(default_factory=Watermark)
     open: dict[int, int] = field(default_factory=dict)
-    dropped: int = 0
-    dropped_rows: int = 0
 
 
 @dataclass

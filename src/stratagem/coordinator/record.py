@@ -55,7 +55,7 @@ class Record:
     def counted(self, what: Counted) -> None:
         """A closure's effects are in."""
         with self._lock:
-            self._journal.counted(what.token, what.lease, what.dropped, what.rows)
+            self._journal.counted(what.lease)
 
     def lost(self, pushes: int) -> None:
         """So many pushes were lost in all."""
@@ -85,7 +85,7 @@ class Record:
     def begin(self, key: str) -> Watermark:
         """A dataset is accounted for; gives its batches that are finished already."""
         with self._lock:
-            self._journal.data(key, None)
+            self._journal.data(key)
         known = None if self.resumed is None else self.resumed.data.get(key)
         done = Watermark() if known is None else known.done
         return Watermark(done.below, done.above)

@@ -19,8 +19,8 @@ class RemoteValue:
     It has TensorFlow's `fetch` and `get`, and the methods of `concurrent.futures.Future`.
     """
 
-    def __init__(self, future: concurrent.futures.Future[Any] | None = None):
-        self._future = concurrent.futures.Future() if future is None else future
+    def __init__(self) -> None:
+        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._ended = False
 
     def fetch(self) -> Any:

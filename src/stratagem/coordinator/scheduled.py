@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
-from stratagem.coordinator.per_worker import PerWorkerValues
+from stratagem.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
 from stratagem.coordinator.plans import Family
 from stratagem.coordinator.remote_value import RemoteValue
+from stratagem.errors import RemoteError
+from stratagem.transport.message import Message
 
 
 @dataclasses.dataclass
@@ -19,22 +22,36 @@ class Scheduled:
     Attributes:
         family: how workers run it.
         arrays: what goes along: arrays, or one a worker.
+        iterators: its per-worker iterators, by position.
         value: where its result goes.
         counts: whether it changes variables (not an evaluation).
         rows: how many rows it trains on, if that is known; for weights in a synchronous round.
         keep: what is done with its local values, in the coordinator's thread.
         batch: which batch of which accounted dataset it is for; None where that is not noted.
         at: which rows its worker reads; see `data.numbered`.
+        share: its part of the rows of its round; None where all parts are equal.
     """
 
     family: Family
     arrays: list[Any]
+    iterators: list[PerWorkerIterator]
     value: RemoteValue
     counts: bool = True
     rows: int | None = None
     keep: Any = None
     batch: tuple[str, int] | None = None
     at: list[int] | None = None
+    share: float | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The job's numbers of its iterators, by position."""
+        return [iterator.number for iterator in self.iterators]
+
+    @property
+    def needs(self) -> list[str]:
+        """The iterators that it reads, as the state names them."""
+        return [str(self.iterators[position].number) for position in self.family.reads]
 
     def arguments(self, worker: int) -> list[np.ndarray]:
         """The arrays for a worker.
@@ -43,6 +60,19 @@ class Scheduled:
             ValueError: there is none for this worker in a PerWorkerValues.
         """
         return [_of(a, worker) if isinstance(a, PerWorkerValues) else a for a in self.arrays]
+
+
+def error_of(answer: Message, where: str) -> BaseException:
+    """The error of a closure, as it was raised on the worker, with where that was."""
+    fields = answer.fields
+    error: BaseException
+    try:
+        error = cloudpickle.loads(answer.arrays[0].tobytes())
+    except Exception:  # an exception may hold anything
+        error = RemoteError("a worker", "run", fields["kind"], fields["text"])
+    error.add_note("On the worker:\n" + fields["traceback"])
+    error.add_note(f"The function that was scheduled: {where}")
+    return error
 
 
 def _of(values: PerWorkerValues, worker: int) -> np.ndarray:

@@ -69,15 +69,6 @@ class Servers:
         """Whether nothing can be dispatched, because a server is lost."""
         return bool(self._lost)
 
-    @property
-    def due(self) -> float:
-        """When the next snapshot or deadline is due."""
-        unchanged = self.pushes == self._snapshot_pushes
-        wait = self._asked is not None or self._lost or unchanged
-        snapshot = math.inf if wait else self._snapshot_at
-        lost = min((since for since, _ in self._lost.values()), default=math.inf)
-        return min(snapshot + self._snapshot_seconds, lost + self._seconds)
-
     def add(self, name: str, where: str) -> None:
         """A server belongs to the job."""
         kept = 0 if self._resumed else self.pushes

@@ -77,17 +77,18 @@ def serve(
 def serve_here(cluster: ClusterSpec, task_type: str, index: int) -> int:
     """Serves in the main thread of this process, which is there for nothing else.
 
+    Args:
+        cluster: all tasks of the job.
+        task_type: `"worker"` or `"ps"`.
+        index: which of them this process is; `address_of` says whether it can be.
+
     Returns:
         The exit code for the process: 0 when the coordinator or SIGTERM has ended it, 130 after
         Ctrl-C.
-
-    Raises:
-        ValueError: it is no such task, or cannot listen at its address; see `address_of`.
     """
-    address = address_of(cluster, task_type, index)
     leave = Leave()
     with called_by_signals(leave, (signal.SIGTERM, signal.SIGINT)) as came:
-        _log.info("%s %d serves at %s.", task_type, index, address)
+        _log.info("%s %d serves at %s.", task_type, index, cluster.task_address(task_type, index))
         code = serve(cluster, task_type, index, leave)
     return 128 + signal.SIGINT if signal.SIGINT in came else code
 

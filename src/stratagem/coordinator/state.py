@@ -13,7 +13,6 @@ push may be can be bounded.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable
 
 from stratagem.coordinator.answers import Answers
@@ -55,6 +54,11 @@ class State(Answers):
         return len(self._closures)
 
     @property
+    def share(self) -> float:
+        """The part of a round that one closure is; 1 where there are no rounds."""
+        return 1.0 if self._rounds is None else 1.0 / self._rounds.size
+
+    @property
     def paused(self) -> bool:
         """Whether a lost server keeps closures from being dispatched."""
         return self._servers.paused
@@ -63,17 +67,6 @@ class State(Answers):
     def lost_pushes(self) -> int:
         """How many pushes, to one server each, were lost with servers; at most, where unsure."""
         return self._servers.lost_pushes
-
-    @property
-    def due(self) -> float:
-        """When `tick` has something to do; it may be called at any time, at least every second."""
-        later = self._later[0][0] if self._later else math.inf
-        stopping = next(iter(self._stopping.values()), math.inf)
-        return min(later, stopping, self._servers.due)
-
-    def left(self, dataset: str) -> int | None:
-        """How many batches of a dataset are not finished; None where that is not known."""
-        return self._leases(dataset).left
 
     # The user's program.
 
@@ -122,7 +115,7 @@ class State(Answers):
                 the rule of consistency, and never dropped.
 
         Returns:
-            its number, and instructions; it may be resolved as `"ended"` in these already.
+            its number, and instructions.
 
         Raises:
             RuntimeError: nobody has asked, and the queue is full or an error waits to be raised.
@@ -133,44 +126,31 @@ class State(Answers):
                 "Expected the state to be asked before a closure is scheduled. Got one while an "
                 "error waits to be raised, or the queue is full. Call ask('schedule') first"
             )
-        if dataset is not None:
-            self._leases(dataset)
+        if dataset is not None and dataset not in self._data:
+            known = ", ".join(map(repr, self._data)) or "none"
+            raise ValueError(
+                f"Expected an accounted dataset of this job. Got {dataset!r}; there are: {known}. "
+                "Make it with the coordinator that schedules, and keep a reference to it"
+            )
         number, self._next = self._next, self._next + 1
         self._flush = False
         closure = Closure(number, frozenset(iterators), dataset, pushes)
         self._closures[number] = closure
-        if dataset is not None and self._data[dataset].exhausted:
-            self._ended(closure)
-        else:
-            self._queue.put(closure)
+        self._iterators.need(closure.needs)
+        self._queue.put(closure)
         return number, self._end(now)
-
-    def cancel(self, number: int, now: float) -> list[Instruction]:
-        """The program does not need a closure any more. Does nothing for one that is resolved."""
-        closure = self._closures.get(number)
-        if closure is not None and not closure.resolved:
-            self._stop(closure, now)
-        return self._end(now)
 
     # Data.
 
-    def add_dataset(self, key: str, total: int | None, now: float) -> list[Instruction]:
-        """A dataset whose batches are accounted for; one that the journal knows goes on.
-
-        Args:
-            total: how many batches it has; None where its end will tell.
-        """
+    def add_dataset(self, key: str, now: float) -> list[Instruction]:
+        """A dataset whose batches are accounted for; one that the journal knows goes on."""
         if key in self._data:
             raise ValueError(
                 f"Expected a new key for an accounted dataset. Got {key!r}, which there is "
                 "already. Release that one first, or number the epochs in the keys"
             )
         known = self._resumed.pop(key, None)
-        if known is None:
-            self._data[key] = Leases(key, total)
-        else:
-            total = known.total if total is None else total
-            self._data[key] = Leases(key, total, known.done, known.open)
+        self._data[key] = Leases() if known is None else Leases(known.done, known.open)
         return self._end(now)
 
     def release_dataset(self, key: str, now: float) -> list[Instruction]:
@@ -180,25 +160,14 @@ class State(Answers):
         tokens = leases.free_tokens() if leases else list(known.open.values()) if known else []
         for token in tokens:
             self._done.add(token)
-        self._end_waiting(key)
+        for closure in self._queue.unstarted(key):
+            self._ended(closure)
         return self._end(now)
 
     def release_iterator(self, key: str, now: float) -> list[Instruction]:
-        """The program has let go of a per-worker iterator."""
-        self._released.add(key)
-        for gone in [each for each in self._released if not self._queue.uses(each)]:
-            self._released.remove(gone)
-            self._workers.release(gone)
+        """The program has let go of a per-worker iterator; `Forget` when no closure needs it."""
+        self._forget_iterators(self._iterators.release(key))
         return self._end(now)
-
-    def _leases(self, key: str) -> Leases:
-        if key not in self._data:
-            known = ", ".join(map(repr, self._data)) or "none"
-            raise ValueError(
-                f"Expected an accounted dataset of this job. Got {key!r}; there are: {known}. "
-                "Make it with the coordinator that schedules, and keep a reference to it"
-            )
-        return self._data[key]
 
     # Workers.
 
@@ -311,7 +280,7 @@ class State(Answers):
     # Time.
 
     def tick(self, now: float) -> list[Instruction]:
-        """Time has passed: deadlines, repetitions, snapshots, warnings."""
+        """Time has passed: deadlines, repetitions, snapshots, warnings. At least every second."""
         while self._later and self._later[0][0] <= now:
             closure = self._closures.get(heapq.heappop(self._later)[1])
             if closure is not None and closure.phase is Phase.WAITING:

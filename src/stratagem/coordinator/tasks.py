@@ -29,12 +29,12 @@ def install() -> None:
 
 
 def _worker(cluster: ClusterSpec, index: int) -> Worker:
-    address = serving.address_of(cluster, "worker", index)
+    address = cluster.task_address("worker", index)
     return Worker(address, f"worker {index}", index, Key.always(config.environment()))
 
 
 def _server(cluster: ClusterSpec, index: int) -> ServerTask:
-    address = serving.address_of(cluster, "ps", index)
+    address = cluster.task_address("ps", index)
     environment = config.environment()
     directory = environment.get(parameter_server.STATE_DIR)
     return ServerTask(address, index, Key.always(environment), directory)
@@ -42,6 +42,7 @@ def _server(cluster: ClusterSpec, index: int) -> ServerTask:
 
 def _serve_and_end(cluster: ClusterSpec, task_type: str, index: int) -> NoReturn:
     """The strategy was made in a task that has no program of its own."""
+    serving.address_of(cluster, task_type, index)
     sys.exit(serving.serve_here(cluster, task_type, index))
 
 

@@ -31,7 +31,7 @@ class Terms:
 
     consistency: Consistency = Asynchronous()
     depth: int = 2
-    short_depth: int = 16
+    short_depth: int = 32
     ahead: float = 0.0
     queue_limit: int = 262_144
     worker_seconds: float = 3600.0

@@ -6,10 +6,11 @@ a closure computes; the other computes, with connections of its own to the param
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from stratagem.coordinator.per_worker import Elements, variant_key
+from stratagem.coordinator.per_worker import Elements, Ended, Taken, variant_key
+from stratagem.coordinator.replies import Replies, Reply, as_array, failure, outcome
 from stratagem.errors import NotReadyError
 from stratagem.parameter_server.client import Item, Pending, Pushed, Servers
 from stratagem.parameter_server.link import OUT_OF_REACH
 from stratagem.parameter_server.plan import Spec, Unit
+from stratagem.parameter_server.rounds import weighed
 from stratagem.step.parts import Parts
 from stratagem.step.runner import Runner
 from stratagem.transport.hub import Hub
@@ -143,7 +146,7 @@ class _Computer:
             self._sleeps = False
             self._answer_pushed()
             end = self._hub.now() + _SLICE_SECONDS
-            with self._hub.together():
+            with self._hub.together(), self._gathering():
                 while goes_on and self._inbox:
                     request = self._inbox.popleft()
                     goes_on = request is not None
@@ -152,6 +155,11 @@ class _Computer:
                     if self._hub.now() > end:
                         break
         self._hub.close()
+
+    def _gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Small pushes of closures that follow each other leave together."""
+        servers = self._servers
+        return contextlib.nullcontext() if servers is None else servers.gathered.together()
 
     def _do(self, request: Any) -> None:
         try:
@@ -169,15 +177,15 @@ class _Computer:
             try:
                 staleness = max(done.pushed.result().staleness, default=0)
                 self._staleness = staleness
-                answer = _outcome(
+                answer = outcome(
                     "ok", variant=done.variant, staleness=staleness, arrays=done.results
                 )
             except OUT_OF_REACH as error:
-                self._put_back(done.taken)
-                answer = _outcome("aborted", reason=str(error))
+                done.taken.put_back()
+                answer = outcome("aborted", reason=str(error))
             except Exception as error:
-                answer = _failure(error)
-            self._answer(done.request, answer)
+                answer = failure(error)
+            done.reply(answer)
 
     # Each takes a request and gives its answer, or None: that comes when its push has arrived.
 
@@ -219,49 +227,62 @@ class _Computer:
             spec = self._iterators[number].spec()
         except StopIteration:
             return Message("ended", {}, ())
-        return Message("opened", {}, (_bytes(cloudpickle.dumps(spec)),))
+        return Message("opened", {}, (as_array(cloudpickle.dumps(spec)),))
 
     def _forget(self, request: Any) -> Message:
         for number in request.fields["iterators"]:
             self._iterators.pop(number, None)
         return Message("forgotten", {}, ())
 
-    def _run(self, request: Any) -> Message | None:
-        closure = request.fields["closure"]
+    def _run(self, request: Any) -> None:
+        """Closures that came together, in their order; their answers leave together, too."""
+        replies, at = Replies(request, self._answer), 0
+        for number, fields in enumerate(request.fields["each"]):
+            end = at + fields["arrays"]
+            reply = functools.partial(replies.put, number)
+            answer = self._one(fields, request.arrays[at:end], reply)
+            if answer is not None:
+                reply(answer)
+            at = end
+
+    def _one(
+        self, fields: Mapping[str, Any], arguments: Sequence[np.ndarray], reply: Reply
+    ) -> Message | None:
+        """The answer to a closure, or None: `reply` is called with it later."""
+        closure = fields["closure"]
         if closure in self.cancelled:
             self.cancelled.discard(closure)
-            return _outcome("aborted", reason="cancelled")
-        taken: dict[tuple[int, int], list[np.ndarray]] = {}
+            return outcome("aborted", reason="cancelled")
+        taken = Taken(self._iterators, fields["iterators"])
         try:
-            return self._execute(request, taken)
-        except _Ended as ended:
-            self._put_back(taken)
-            return _outcome("data-ended", iterator=ended.iterator)
+            return self._execute(fields, arguments, taken, reply)
+        except Ended as ended:
+            taken.put_back()
+            return outcome("data-ended", iterator=ended.iterator)
         except OUT_OF_REACH as error:
-            self._put_back(taken)
-            return _outcome("aborted", reason=str(error))
+            taken.put_back()
+            return outcome("aborted", reason=str(error))
         except Exception as error:
-            return _failure(error)
+            return failure(error)
 
     def _execute(
-        self, request: Any, taken: dict[tuple[int, int], list[np.ndarray]]
+        self, fields: Mapping[str, Any], arguments: Sequence[np.ndarray], taken: Taken, reply: Reply
     ) -> Message | None:
-        fields, servers = request.fields, self._servers
+        servers = self._servers
         if servers is None:
             raise NotReadyError("Expected a setup before a closure. Got none. Connect anew.")
         variants = self._families.get(fields["family"], {})
         if not variants:
-            return _outcome("needs-program", specs=None)
-        for iterator, turn in next(iter(variants.values())).elements:
-            taken[iterator, turn] = self._take(iterator, fields["at"])
-        variant = variants.get(variant_key(taken))
+            return outcome("needs-program", specs=None)
+        for position, turn in next(iter(variants.values())).elements:
+            taken.take(position, turn, fields["at"])
+        variant = variants.get(variant_key(taken.arrays))
         if variant is None:
-            specs = {key: self._iterators[key[0]].spec_of(e) for key, e in taken.items()}
-            self._put_back(taken)
-            return _outcome("needs-program", arrays=(_bytes(cloudpickle.dumps(specs)),))
+            specs = taken.specs()
+            taken.put_back()
+            return outcome("needs-program", arrays=(as_array(cloudpickle.dumps(specs)),))
         runner, parts = variant.runner, variant.runner.parts
         given = [self._given(g, fields, taken) for g in parts.given]
-        arguments = list(request.arrays)
         wanted = runner.prepare(arguments, given)
         whole: Sequence[np.ndarray] = ()
         rows: Sequence[np.ndarray] = ()
@@ -270,17 +291,18 @@ class _Computer:
             pulled = servers.pull(
                 [self._specs[vid] for vid in parts.whole],
                 [(self._specs[t.vid], w.ids) for t, w in zip(parts.tables, wanted, strict=True)],
+                [w.padded for w in wanted],
             )
             whole, rows, versions = pulled.whole, pulled.rows, pulled.versions
         results, local, handed = runner.compute(
             whole, rows, wanted, arguments, given, variant.zeros
         )
         items = [
-            Item(variant.units[i["uid"]], i["rows"], i["handed"])
+            Item(variant.units[i["uid"]], i["rows"], variant.handed(i, fields["share"]))
             for i in runner.items(handed, wanted)
         ]
         if not items:
-            return _outcome("ok", variant=variant.plan, arrays=(*results, *local))
+            return outcome("ok", variant=variant.plan, arrays=(*results, *local))
         pushed = servers.post_push(
             fields["token"],
             fields["below"],
@@ -290,28 +312,14 @@ class _Computer:
             staged=variant.staged,
             weight=fields["weight"],
         )
-        self._pushing.append(_Pushing(request, pushed, variant.plan, (*results, *local), taken))
+        self._pushing.append(_Pushing(reply, pushed, variant.plan, (*results, *local), taken))
         return None
 
-    def _take(self, iterator: int, at: Sequence[int] | None) -> list[np.ndarray]:
-        try:
-            return self._iterators[iterator].take(at)
-        except StopIteration:
-            raise _Ended(iterator) from None
-
-    def _put_back(self, taken: dict[tuple[int, int], list[np.ndarray]]) -> None:
-        for iterator in dict.fromkeys(i for i, _ in taken):
-            elements = [
-                e for (i, _), e in sorted(taken.items(), key=lambda x: x[0]) if i == iterator
-            ]
-            self._iterators[iterator].put_back(elements)
-        taken.clear()
-
-    def _given(self, given: Any, fields: Any, taken: Any) -> np.ndarray:
+    def _given(self, given: Any, fields: Any, taken: Taken) -> np.ndarray:
         """A value that a program has from its worker; see `primitives.given`."""
         if given.kind == "element":
-            iterator, turn, leaf = given.key
-            return taken[iterator, turn][leaf]
+            position, turn, leaf = given.key
+            return taken.arrays[position, turn][leaf]
         if given.kind == "worker":
             return np.asarray(self._index, given.dtype)
         if given.kind == "staleness":  # how late the next push comes is not known: as the last one
@@ -323,7 +331,7 @@ class _Variant:
     """A plan as a worker holds it.
 
     Attributes:
-        elements: (iterator, turn) of each element that it reads, in order.
+        elements: (position of its iterator, turn) of each element that it reads, in order.
         staged: the updates that wait for the round's commit; None for all.
         units: the updates that it pushes to, by name.
         zeros: what a closure starts with of the coordinator's own variables.
@@ -337,52 +345,32 @@ class _Variant:
         self.zeros = [np.zeros(shape, dtype) for shape, dtype in fields["local"]]
         self.elements = sorted({tuple(g.key[:2]) for g in parts.given if g.kind == "element"})
 
+    def handed(self, item: Mapping[str, Any], share: float) -> Sequence[tuple[str, np.ndarray]]:
+        """What an update is handed. What does not wait for its round is weighed as in a round, so
+        that rows of tables move no further with more workers."""
+        handed: Sequence[tuple[str, np.ndarray]] = item["handed"]
+        if self.staged is None or item["uid"] in self.staged or share == 1.0:
+            return handed
+        return [(kind, x if kind == "scalar" else weighed(x, share)) for kind, x in handed]
+
 
 @dataclasses.dataclass(slots=True)
 class _Pushing:
     """A closure whose push is on its way.
 
     Attributes:
-        request: to be answered then.
+        reply: takes the answer.
         pushed: the push.
         variant: number of its plan.
         results: what it is answered with.
         taken: elements that it has read.
     """
 
-    request: Any
+    reply: Reply
     pushed: Pending[Pushed]
     variant: int
     results: tuple[np.ndarray, ...]
-    taken: dict[tuple[int, int], list[np.ndarray]]
-
-
-class _Ended(Exception):
-    """A per-worker iterator has no further element."""
-
-    def __init__(self, iterator: int):
-        super().__init__(iterator)
-        self.iterator = iterator
-
-
-def _outcome(outcome: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> Message:
-    return Message("ran", {"outcome": outcome, **fields}, tuple(arrays))
-
-
-def _failure(error: Exception) -> Message:
-    """A closure's own error, with where it was raised."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickled = _bytes(cloudpickle.dumps(error))
-    except Exception:  # an exception may hold anything
-        pickled = _bytes(b"")
-    return _outcome(
-        "error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text
-    )
-
-
-def _bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8)
+    taken: Taken
 
 
 _METHODS = {

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 _NEW_PART = 0.1  # of a mean that forgets, what the newest value weighs
+_MESSAGES = 4  # in which a worker has its short closures in hand
 
 
 class Worker:
@@ -35,6 +36,11 @@ class Worker:
         self.held: dict[int, float] = {}
         self.ended: set[str] = set()
         self.why = "never heard of"
+
+    @property
+    def together(self) -> int:
+        """How many closures it may be sent at once: a part, so that it always has more in hand."""
+        return max(1, self.depth // _MESSAGES)
 
     @property
     def active(self) -> bool:

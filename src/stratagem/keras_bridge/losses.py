@@ -7,6 +7,10 @@ by rows afterwards, so only what is not a mean over rows needs a correction here
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +22,12 @@ from stratagem.step import primitives
 
 _MEANS = ("sum_over_batch_size", "mean")
 
+# What was warned of, where a worker's part of a batch is traced; None elsewhere.
+_warned: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
+    "stratagem_warned", default=None
+)
+_log = logging.getLogger("stratagem")
+
 
 def install() -> None:
     """Attaches the bridge to Keras' loss reduction."""
@@ -25,9 +35,36 @@ def install() -> None:
     wrap(_keras.loss_module, "apply_mask", _apply_mask)
 
 
+@contextlib.contextmanager
+def of_a_part(warned: set[str] | None) -> Iterator[None]:
+    """In the body a training step is traced whose gradients meet others, weighed by rows.
+
+    Args:
+        warned: what was warned of so far; None for a step of a whole batch.
+    """
+    token = _warned.set(warned)
+    try:
+        yield
+    finally:
+        _warned.reset(token)
+
+
+def _warn_of_parts() -> None:
+    warned = _warned.get()
+    if warned is not None and "divisor" not in warned:
+        warned.add("divisor")
+        _log.warning(
+            "The loss is divided by what a mask leaves, or by the sum of weights. Each worker "
+            "divides by that of its own part of the batch, and gradients are weighed by rows: "
+            "where parts have not equally much, that is not quite the step of one device."
+        )
+
+
 def _reduce_values(
     original: Any, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
 ) -> Any:
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        _warn_of_parts()
     frame = replicated_trace()
     if frame is None or reduction in (None, "none") or not values.shape:
         return original(values, sample_weight, reduction)
@@ -44,6 +81,8 @@ def _reduce_values(
 
 
 def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+    if mask is not None and reduction in _MEANS:
+        _warn_of_parts()
     frame = replicated_trace()
     if frame is None or mask is None or reduction not in _MEANS:
         return original(sample_weight, mask, dtype, reduction)

@@ -21,6 +21,7 @@ from stratagem.coordinator.plans import Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
+from stratagem.keras_bridge import losses
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
 from stratagem.keras_bridge.state import state_groups, traced_step
@@ -54,6 +55,7 @@ class ServedStep:
         self._most = _AHEAD * len(strategy.workers)
         in_rounds = strategy.consistency.mode != ASYNCHRONOUS and kind == "train"
         self._shares = len(strategy.workers) if in_rounds else 1
+        self._warned: set[str] | None = set() if self._shares > 1 else None
         self._first: RemoteValue | None = None  # of an epoch
         self._last: Any = None
         self._logs: dict[str, Any] = {}
@@ -111,10 +113,10 @@ class ServedStep:
             noted = None if self._key is None else (self._key, number)
             if isinstance(elsewhere, Numbered):
                 at = elsewhere.at(cut)
-                value = self._submit(elsewhere.iterator, n, self._next_step, noted, at)
+                value = self._submit(elsewhere.iterator, n, n / rows, self._next_step, noted, at)
             else:
                 part = jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch)
-                value = self._submit(part, n, noted=noted)
+                value = self._submit(part, n, n / rows, noted=noted)
             values.append(value)
         return values
 
@@ -125,7 +127,7 @@ class ServedStep:
                 "Expected data whose order is known, to predict. Got a DatasetCreator, whose "
                 "batches workers read in no special order. Pass arrays or a dataset."
             )
-        value = self._submit(batches.iterator, None, self._next_step)
+        value = self._submit(batches.iterator, None, step=self._next_step)
         batches.scheduled(value)
         return value
 
@@ -133,14 +135,15 @@ class ServedStep:
         return self._step(next(iterator))
 
     def _submit(
-        self, batch: Any, rows: int | None, step: Any = None, noted: Any = None, at: Any = None
-    ) -> RemoteValue:
+        self, batch: Any, rows: int | None, share: float | None = None, step: Any = None,
+        noted: Any = None, at: Any = None,
+    ) -> RemoteValue:  # fmt: skip
         with self._strategy.scope():
-            family, arrays = self._plans.find(step or self._step, (batch,), {})
-        self._tree = next(iter(family.plans.values())).parts.out_tree
+            call = self._plans.find(step or self._step, (batch,), {})
+        self._tree = next(iter(call.family.plans.values())).parts.out_tree
         value = self._coordinator.submit(
-            family, arrays, counts=self._kind == "train", rows=rows, most=self._most,
-            batch=noted, at=at,
+            call, counts=self._kind == "train", rows=rows, most=self._most, batch=noted, at=at,
+            share=share,
         )  # fmt: skip
         if self._kind != "predict":
             value.add_done_callback(self._done)
@@ -148,7 +151,8 @@ class ServedStep:
 
     def _step(self, batch: Any) -> Any:
         """What is traced."""
-        return traced_step(self._model, self._kind, self._groups, batch)
+        with losses.of_a_part(self._warned):
+            return traced_step(self._model, self._kind, self._groups, batch)
 
     def _done(self, value: RemoteValue) -> None:
         if not value.cancelled() and value.exception() is None and not value.ended:

@@ -31,7 +31,7 @@ class Pulled:
 
     Attributes:
         whole: of each variable.
-        rows: `[ids, ...]` of each table.
+        rows: `[ids, ...]` of each table; longer where there was to be room.
         versions: of each server; None of one that was not asked.
     """
 

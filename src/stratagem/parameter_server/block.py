@@ -47,12 +47,19 @@ class Block:
         return self.array.nbytes // max(1, self.stop - self.start)
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Copies of rows, by numbers in the block that were checked."""
+        """Copies of rows, by numbers in the block that were checked.
+
+        Args:
+            rows: the numbers.
+            out: where to; what is behind as many rows becomes zero.
+        """
+        count = len(rows)
         if out is None:
-            out = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
-        if out.nbytes:
+            out = np.empty((count, *self.array.shape[1:]), self.array.dtype)
+        if out[:count].nbytes:
             # "clip" does not clip anything; but "raise" would go through a buffer.
-            self._items.take(rows, out=self._as_items(out), mode="clip")
+            self._items.take(rows, out=self._as_items(out[:count]), mode="clip")
+        out[count:] = 0
         return out
 
     def put(self, rows: np.ndarray, values: np.ndarray) -> None:

@@ -47,6 +47,16 @@ def row_numbers(block: Block, rows: np.ndarray) -> None:
         )
 
 
+def room(spec: Spec, rows: np.ndarray, room: int) -> None:
+    """Raises ValueError unless an array of so many rows may be made for these of a variable."""
+    most = max(len(rows), spec.rows)
+    if not len(rows) <= room <= most:
+        raise ValueError(
+            f"variable {spec.name!r}: expected an array for {len(rows)} to {most} rows. Got one "
+            f"for {room}. Use the client of this version."
+        )
+
+
 def sorted_rows(block: Block, rows: np.ndarray) -> None:
     """As `row_numbers`, and sorted, no number twice."""
     if rows.dtype != np.int64 or rows.ndim != 1 or not block.array.ndim:

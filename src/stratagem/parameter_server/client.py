@@ -129,28 +129,25 @@ class Servers:
     # Values
 
     def pull(
-        self, whole: Sequence[Spec] = (), rows: Sequence[tuple[Spec, np.ndarray]] = ()
-    ) -> Pulled:
-        """Values of variables, and rows of tables by sorted ids, no id twice; see `Pending`."""
-        return self.post_pull(whole, rows).result()
+        self, whole: Sequence[Spec] = (), rows: Sequence[tuple[Spec, np.ndarray]] = (),
+        rooms: Sequence[int] | None = None,
+    ) -> Pulled:  # fmt: skip
+        """Values of variables, and rows of tables. Raises as `Pending.result`.
 
-    def post_pull(
-        self, whole: Sequence[Spec] = (), rows: Sequence[tuple[Spec, np.ndarray]] = ()
-    ) -> Pending[Pulled]:
-        """As `pull`, without waiting."""
-        asked = cut.Pull(len(self.peers), whole, rows)
+        Args:
+            whole: variables.
+            rows: tables, each with sorted ids, no id twice.
+            rooms: how long the arrays of rows are, with zeros at the end; None: as the ids.
+        """
         self.know([*whole, *(spec for spec, _ in rows)])
+        asked = cut.Pull(len(self.peers), whole, rows, rooms)
         servers = asked.servers()
-        tickets = [self.post(s, "pull", *asked.request(s)) for s in servers]
-
-        def join(answers: Sequence[Message]) -> Pulled:
-            versions: list[int | None] = [None] * len(self.peers)
-            for server, answer in zip(servers, answers, strict=True):
-                versions[server] = answer.fields["version"]
-            found = {s: a.arrays for s, a in zip(servers, answers, strict=True)}
-            return Pulled(*asked.join(found), versions)
-
-        return Pending(self, tickets, join)
+        answers = self.wait([self.post(s, "pull", *asked.request(s)) for s in servers])
+        versions: list[int | None] = [None] * len(self.peers)
+        for server, answer in zip(servers, answers, strict=True):
+            versions[server] = answer.fields["version"]
+        found = {s: a.arrays for s, a in zip(servers, answers, strict=True)}
+        return Pulled(*asked.join(found), versions)
 
     def read(self, spec: Spec, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Rows of a variable, an array of its own; of a scalar its value."""

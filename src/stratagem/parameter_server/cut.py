@@ -5,6 +5,7 @@ Row numbers are sorted, so that those of one shard are a slice: nothing is copie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 from stratagem.parameter_server.buckets import server_of
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec
+
+_ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 
 Part = tuple[int, int, int]
 """Index of a shard, and from where to where its row numbers are in the sorted ones."""
@@ -64,12 +67,16 @@ class Pull:
         servers: how many there are.
         whole: variables to be had whole.
         rows: variables and sorted row numbers.
+        rooms: how long the arrays of rows are to be, with zeros at the end; None: as many as are
+            asked for.
     """
 
     def __init__(
-        self, servers: int, whole: Sequence[Spec], rows: Sequence[tuple[Spec, np.ndarray]]
-    ):
+        self, servers: int, whole: Sequence[Spec], rows: Sequence[tuple[Spec, np.ndarray]],
+        rooms: Sequence[int] | None = None,
+    ):  # fmt: skip
         self._whole, self._rows = whole, rows
+        self._rooms = [len(ids) for _, ids in rows] if rooms is None else rooms
         self._parts = [by_shard(spec, ids) for spec, ids in rows]
         # For each server the shards that it is asked for: whole ones, then parts of rows.
         self._asked_whole: list[list[tuple[int, int]]] = [[] for _ in range(servers)]
@@ -94,7 +101,8 @@ class Pull:
         arrays: list[np.ndarray] = []
         for at, (index, a, b) in self._asked_rows[server]:
             spec, ids = self._rows[at]
-            rows.append([spec.vid, index, len(arrays)])
+            alone = len(self._parts[at]) == 1 and spec.dynamic is None
+            rows.append([spec.vid, index, len(arrays), self._rooms[at] if alone else b - a])
             arrays.append(ids[a:b])
         return {"whole": whole, "rows": rows}, arrays
 
@@ -111,15 +119,32 @@ class Pull:
             pieces = zip(self._asked_rows[server], arrays[len(asked) :], strict=True)
             for (at, (index, _, _)), array in pieces:
                 rows[at].append((index, array))
-        for at, (spec, _) in enumerate(self._rows):
-            if not rows[at]:
-                rows[at] = [(0, np.empty((0, *spec.shape[1:]), dtype_of(spec.dtype)))]
         ordered = [[array for _, array in sorted(r, key=lambda x: x[0])] for r in rows]
-        return [_joined(parts) for parts in whole], [_joined(parts) for parts in ordered]
+        every = zip(self._rows, ordered, self._rooms, strict=True)
+        return (
+            [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in whole],
+            [_in_room(spec, parts, room) for (spec, _), parts, room in every],
+        )
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _in_room(spec: Spec, parts: Sequence[np.ndarray], room: int) -> np.ndarray:
+    if len(parts) == 1 and len(parts[0]) == room:
+        return parts[0]
+    joined = aligned((room, *spec.shape[1:]), dtype_of(spec.dtype))
+    at = 0
+    for part in parts:
+        joined[at : at + len(part)] = part
+        at += len(part)
+    joined[at:] = 0
+    return joined
+
+
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array with any values that XLA reads where it is; it copies what lies elsewhere."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 class Push:

@@ -128,15 +128,17 @@ def starts(said: Fields) -> dict[int, Any]:
 
 
 def pull(store: Store, said: Fields, allocate: Allocate = np.empty) -> Answer:
-    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers]]."""
+    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers, room]]."""
     whole = [
         (_number(said, "whole", v), _number(said, "whole", s)) for v, s in said.entries("whole", 2)
     ]
+    asked = said.entries("rows", 4)
     rows = [
         (_number(said, "rows", v), _number(said, "rows", s), said.array(a, "rows"))
-        for v, s, a in said.entries("rows", 3)
+        for v, s, a, _ in asked
     ]
-    return {"version": store.version}, store.pull(whole, rows, allocate)
+    rooms = [_number(said, "rows", room) for _, _, _, room in asked]
+    return {"version": store.version}, store.pull(whole, rows, allocate, rooms)
 
 
 def read(store: Store, said: Fields) -> Answer:

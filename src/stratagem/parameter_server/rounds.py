@@ -171,6 +171,14 @@ def _sum(found: Sequence[tuple[float, Change]]) -> Change:
     return Change(first.uid, first.shard, rows, tuple(handed))
 
 
+def weighed(value: np.ndarray, weight: float) -> np.ndarray:
+    """A gradient times a weight; integers stay as they are."""
+    wide = np.dtype(np.float32) if is_small_float(value.dtype) else value.dtype
+    if wide.kind not in "fc":
+        return value
+    return (value.astype(wide, copy=False) * wide.type(weight)).astype(value.dtype, copy=False)
+
+
 def _weighted(
     terms: Sequence[tuple[float, np.ndarray, np.ndarray | None]], rows: np.ndarray | None
 ) -> np.ndarray:

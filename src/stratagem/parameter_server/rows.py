@@ -237,10 +237,10 @@ class _Plan:
             if value >= first and value not in outputs:
                 ends[i].append(value)
         targets: list[int | None] = [None] * len(calls)
-        for member, value in enumerate(outputs):
-            if value is None or value < first or outputs.count(value) > 1 or member in outputs:
+        for member, new in enumerate(outputs):
+            if new is None or new < first or outputs.count(new) > 1 or member in outputs:
                 continue
-            made = value - first
+            made = new - first
             later = any(member in operands for _, operands in calls[made + 1 :])
             if OPERATIONS[program.steps[made].name].in_place and not later:
                 targets[made] = member

@@ -65,8 +65,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Size of the variables' shards that are here."""
-        fixed = sum(block.array.nbytes for block in self.blocks.values())
-        return fixed + self.tables.nbytes
+        return sum(block.array.nbytes for block in self.blocks.values()) + self.tables.nbytes
 
     def create(self, specs: Sequence[Spec], starts: Mapping[int, Mapping[str, Any]]) -> None:
         """Creates variables that are not here yet; those that are keep their values.
@@ -161,27 +160,30 @@ class Store:
     def pull(
         self, whole: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, np.ndarray]],
         allocate: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty,
+        rooms: Sequence[int] = (),
     ) -> list[np.ndarray]:  # fmt: skip
         """Copies of whole shards, then of rows.
 
         Args:
             whole: variable and shard of each.
-            rows: variable, shard and row numbers; the numbers are those of the whole variable,
-                int64, sorted, no number twice.
+            rows: variable, shard, and row numbers in the variable: int64, sorted, none twice.
             allocate: makes the arrays for rows, of a shape and a dtype.
+            rooms: how long the arrays of rows are, with zeros at the end; not of dynamic tables.
 
         Raises:
             ValueError: one is not here.
         """
-        plan = [(vid, self._rows_of(vid, i), ids) for vid, i, ids in rows]
-        for _, block, ids in plan:
+        rooms = rooms or [len(ids) for _, _, ids in rows]
+        plan = [(v, self._rows_of(v, i), n, r) for (v, i, n), r in zip(rows, rooms, strict=True)]
+        for vid, block, ids, room in plan:
             checks.sorted_rows(block, ids)
+            checks.room(self.specs[vid], ids, room)
         found = [self.block(vid, i).whole(_KEPT_COPY) for vid, i in whole]
-        for vid, block, ids in plan:
+        for vid, block, ids, room in plan:
             if vid in self.tables:
                 found.append(self.tables.pull(vid, ids))
                 continue
-            out = allocate((len(ids), *block.array.shape[1:]), block.array.dtype)
+            out = allocate((room, *block.array.shape[1:]), block.array.dtype)
             found.append(block.take(checks.local(block, ids), out))
         return found
 
@@ -325,13 +327,12 @@ class Store:
 
     def block(self, vid: int, shard: int) -> Block:
         """A shard's rows; raises ValueError where it is not here."""
-        block = self.blocks.get((vid, shard))
-        if block is None:
-            raise ValueError(
-                f"Expected a shard that is on ps {self.server}. Got shard {shard} of variable "
-                f"{vid}. Create it here, or ask the server that has it."
-            )
-        return block
+        if (block := self.blocks.get((vid, shard))) is not None:
+            return block
+        raise ValueError(
+            f"Expected a shard that is on ps {self.server}. Got shard {shard} of variable {vid}. "
+            "Create it here, or ask the server that has it."
+        )
 
     # Inside
 

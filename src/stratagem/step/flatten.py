@@ -1,8 +1,9 @@
 """A program without calls: what nested functions compute stands at the top level, once.
 
 Branches of an update (`cond` on values that depend on gradients) become selections, so that a
-server can make them element by element. Equal equations are computed once (value numbering:
-Cocke, SIGPLAN Notices 5(7), 1970), so that two uses of the same row numbers are seen as such.
+server can make them element by element. A slice of one row becomes a lookup (`single_rows.py`).
+Equal equations are computed once (value numbering: Cocke, SIGPLAN Notices 5(7), 1970), so that two
+uses of the same row numbers are seen as such.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from stratagem.step import primitives
 from stratagem.step.program import bind
+from stratagem.step.single_rows import as_lookup, is_zeros
 
 Equation = Any  # a JaxprEqn between arrays, whose shapes JAX's types do not declare
 
@@ -59,6 +61,7 @@ class _Flattener:
     def __init__(self) -> None:
         self._made: dict[Any, list[Any]] = {}
         self._alive: list[Any] = []  # ids are keys: what they are of must stay
+        self._numbers: dict[Any, Any] = {}
 
     def run(
         self, body: Any, args: Sequence[Any], arrived: Sequence[bool]
@@ -69,6 +72,8 @@ class _Flattener:
             v: (c, False) for v, c in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, zip(args, arrived, strict=True), strict=True))
+
+        zeros = {eqn.outvars[0] for eqn in jaxpr.eqns if is_zeros(eqn)}
 
         def read(atom: Any) -> tuple[Any, bool]:
             return (atom.val, False) if isinstance(atom, Literal) else env[atom]
@@ -82,7 +87,7 @@ class _Flattener:
             elif name == "cond" and any(flags) and not eqn.effects:
                 outs, late = self._branches(eqn, values, flags)
             else:
-                outs = self._once(eqn, values)
+                outs = as_lookup(eqn, values, zeros, self._number) or self._once(eqn, values)
                 late = [any(flags) or is_arrival(eqn)] * len(outs)
             env.update(zip(eqn.outvars, zip(outs, late, strict=True), strict=True))
         found = [read(v) for v in jaxpr.outvars]
@@ -115,6 +120,14 @@ class _Flattener:
             known = self._made[key] = bind(eqn, values)
             self._alive.extend([*values, *known])
         return known
+
+    def _number(self, index: Any) -> Any:
+        """A row number `[1]`, one for each index."""
+        key = self._name(index)
+        if key not in self._numbers:
+            self._numbers[key] = jnp.reshape(index, (1,))
+            self._alive.append(index)
+        return self._numbers[key]
 
     def _name(self, value: Any) -> Any:
         if isinstance(value, jax.core.Tracer) or np.ndim(value):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ _ROOM = 8
 _DENSE = 64
 # Above so many rows, places in a sorted list are searched and not looked up.
 _LARGE = 1 << 27
-_ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,6 @@ class Runner:
         self._compute = unship(parts.compute)
         self._places = [np.zeros(t.rows if t.rows <= _LARGE else 0, np.int32) for t in parts.tables]
         self._padded = [0] * len(parts.tables)
-        self._rooms: dict[int, np.ndarray] = {}
         self._constant: list[np.ndarray] | None = None  # what a program without inputs gives
 
     def prepare(self, arguments: Sequence[Any], given: Sequence[Any]) -> list[Wanted]:
@@ -112,7 +109,7 @@ class Runner:
 
         Args:
             whole: values of `parts.whole`.
-            rows: for each table the rows `[n, ...]` that `wanted` asks for.
+            rows: for each table the rows `[padded, ...]` that `wanted` asks for.
             wanted: of `prepare`.
             arguments: of the step.
             given: values of `parts.given`.
@@ -122,25 +119,13 @@ class Runner:
             Results, new local values, and what is handed to the updates. Read-only.
         """
         positions = [p for w in wanted for p in w.positions]
-        padded = [self._with_room(i, r, wanted[i].padded) for i, r in enumerate(rows)]
-        inputs = (*whole, *padded, *positions, *arguments, *given, *local)
+        inputs = (*whole, *rows, *positions, *arguments, *given, *local)
         values = self._constant
         if values is None or inputs:
             values = [np.asarray(v) for v in self._compute(*inputs)]
             self._constant = None if inputs else values
         first, second = self.parts.results, self.parts.results + self.parts.local
         return values[:first], values[first:second], values[second:]
-
-    def _with_room(self, index: int, rows: np.ndarray, count: int) -> np.ndarray:
-        """The rows of a table with zeros after them; until the next call."""
-        if len(rows) == count:
-            return rows
-        room = self._rooms.get(index)
-        if room is None or room.dtype != rows.dtype or room.shape != (count, *rows.shape[1:]):
-            room = self._rooms[index] = aligned((count, *rows.shape[1:]), rows.dtype)
-        room[: len(rows)] = rows
-        room[len(rows) :] = 0
-        return room
 
     def items(self, handed: Sequence[np.ndarray], wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
         """What to push: for each unit `uid`, `rows` (ids, or None for all), and `handed` pairs."""
@@ -206,11 +191,3 @@ def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
         "of their own (StringLookup and IntegerLookup do), or give the table more rows "
         "(Embedding(input_dim=...))."
     )
-
-
-def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array with any values that XLA reads where it is; it copies what lies elsewhere."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)

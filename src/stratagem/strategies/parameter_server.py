@@ -60,7 +60,8 @@ class Consistency:
         mode: "asynchronous": each gradient is applied when it comes (TF's way). "synchronous": one
             update a round, of the gradients of all workers, which is the step of one device on
             their joint batch. "hybrid": tables that are looked up by row asynchronous, all else
-            synchronous (Persia; Lian et al., KDD 2022).
+            synchronous (Persia; Lian et al., KDD 2022); a table's gradient weighs as in a round, so
+            that rows move no further with more workers.
         max_staleness: with "asynchronous", how many other updates may be applied between the read
             and the write of a step (bounded delay; Li et al., OSDI 2014); None for any number.
         backup_workers: with "synchronous", how many of a round's gradients it does not wait for;

@@ -16,8 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from stratagem import variables
-from stratagem._keras import in_stateless_scope
+from stratagem import _keras, context, variables
 from stratagem.parameter_server.plan import Spec
 from stratagem.parameter_server.policy import Policy
 from stratagem.parameter_server.tables import in_order
@@ -115,7 +114,9 @@ def _remote_class(base: Any) -> Any:
         @property
         def value(self) -> Any:
             """The current value; one request to the servers, outside of a traced step."""
-            if in_stateless_scope():  # of a traced step, or of Keras' shape inference
+            if _keras.in_stateless_scope():  # of a traced step, or of Keras' shape inference
+                if _of_shapes(self):
+                    return self._maybe_autocast(jnp.zeros(tuple(self.shape), self.dtype))
                 return base.value.fget(self)
             return self._maybe_autocast(self._value)
 
@@ -211,6 +212,16 @@ def _dynamic_class(base: Any) -> Any:
             link.put(spec, ids, np.asarray(rows, np.dtype(spec.dtype)))
 
     return DynamicRemoteVariable
+
+
+def _of_shapes(variable: Any) -> bool:
+    """Whether Keras infers shapes from a variable: it asks for the value, and needs none.
+
+    Every model is called so before its first step; a table may be larger than this process.
+    """
+    if context.current().trace is not None or not _keras.in_symbolic_scope():
+        return False
+    return _keras.get_stateless_scope().get_current_value(variable) is None
 
 
 def _rows(variable: Any) -> int:

@@ -1,0 +1,59 @@
+"""What a worker answers to closures."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from stratagem.transport.message import Message
+
+Reply = Callable[[Message], None]
+
+
+class Replies:
+    """The answers to the closures of one request.
+
+    Args:
+        request: of the coordinator.
+        answer: answers a request.
+    """
+
+    def __init__(self, request: Any, answer: Callable[[Any, Message], None]):
+        self._request, self._answer = request, answer
+        self._left = len(request.fields["each"])
+        self._each: list[Message] = [Message("", {})] * self._left
+
+    def put(self, number: int, answer: Message) -> None:
+        """One more is there; the last one makes them leave."""
+        self._each[number] = answer
+        self._left -= 1
+        if not self._left:
+            fields = [{**one.fields, "arrays": len(one.arrays)} for one in self._each]
+            arrays = tuple(array for one in self._each for array in one.arrays)
+            self._answer(self._request, Message("ran", {"each": fields}, arrays))
+
+
+def outcome(what: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> Message:
+    """What became of a closure, with what `Dispatcher` wants to know of that."""
+    return Message("ran", {"outcome": what, **fields}, tuple(arrays))
+
+
+def failure(error: Exception) -> Message:
+    """A closure's own error, with where it was raised."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = as_array(cloudpickle.dumps(error))
+    except Exception:  # an exception may hold anything
+        pickled = as_array(b"")
+    return outcome(
+        "error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text
+    )
+
+
+def as_array(data: bytes) -> np.ndarray:
+    """Bytes, to be sent."""
+    return np.frombuffer(data, np.uint8)
