@@ -1,4 +1,7 @@
-"""A ps or worker task of Stratagem; TF_CONFIG says which."""
+"""A ps or worker task of Stratagem; TF_CONFIG says which.
+
+With BENCH_NO_SHARED_MEMORY arrays travel in messages, as between two machines.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ import os
 import ps_tasks
 
 import stratagem
+from stratagem.transport import sockets
+from stratagem.transport.shares import Shares
 
 
 def main() -> None:
+    if os.environ.get("BENCH_NO_SHARED_MEMORY"):
+        sockets.SharedMemory = Shares  # type: ignore[misc]
     config = json.loads(os.environ["TF_CONFIG"])
     task = config["task"]
     server = stratagem.distribute.Server(

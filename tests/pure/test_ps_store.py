@@ -62,6 +62,9 @@ def test_pulled_rows_are_copies():
     np.testing.assert_array_equal(whole, old)
     np.testing.assert_array_equal(rows, old[[1, 5, 39]])
     np.testing.assert_array_equal(store.pull([(0, 0)], [])[0], old - 0.5)
+    (roomy,) = store.pull([], [(0, 0, numbers(1, 5, 39))], rooms=[6])
+    np.testing.assert_array_equal(roomy[:3], old[[1, 5, 39]] - 0.5)
+    assert roomy[3:].tolist() == [[0.0] * 3] * 3
 
 
 def test_rows_of_one_shard_are_named_by_their_numbers_in_the_whole_variable():

@@ -127,8 +127,13 @@ def starts(said: Fields) -> dict[int, Any]:
     return found
 
 
-def pull(store: Store, said: Fields, allocate: Allocate = np.empty) -> Answer:
-    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers, room]]."""
+def pull(
+    store: Store, said: Fields, allocate: Allocate = np.empty, with_room: bool = False
+) -> Answer:
+    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers, room]].
+
+    Room is made where it does not travel; elsewhere the client makes it.
+    """
     whole = [
         (_number(said, "whole", v), _number(said, "whole", s)) for v, s in said.entries("whole", 2)
     ]
@@ -138,7 +143,8 @@ def pull(store: Store, said: Fields, allocate: Allocate = np.empty) -> Answer:
         for v, s, a, _ in asked
     ]
     rooms = [_number(said, "rows", room) for _, _, _, room in asked]
-    return {"version": store.version}, store.pull(whole, rows, allocate, rooms)
+    found = store.pull(whole, rows, allocate, rooms if with_room else ())
+    return {"version": store.version}, found
 
 
 def read(store: Store, said: Fields) -> Answer:

@@ -128,7 +128,7 @@ class ParameterServer:
 
     def _pull(self, request: Request, said: Fields) -> Answer:
         self._check_job(said)
-        return protocol.pull(self.store, said, request.allocate)
+        return protocol.pull(self.store, said, request.allocate, request.shares_memory)
 
     def _read(self, request: Request, said: Fields) -> Answer:
         self._check_job(said)

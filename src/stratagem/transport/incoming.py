@@ -83,6 +83,11 @@ class Request:
         return self.client.shares.allocate(shape, dtype)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether what `allocate` gives does not travel."""
+        return self.client.shares.usable
+
+    @property
     def over(self) -> bool:
         """Whether it was answered."""
         return self._over

@@ -40,7 +40,6 @@ class SharedMemory(Shares):
 
     @property
     def usable(self) -> bool:
-        """Whether large arrays go through shared memory from here."""
         return self._usable
 
     @property

@@ -12,7 +12,12 @@ from stratagem.transport.message import Place
 
 
 class Shares:
-    """Nothing is shared: all arrays travel as frames. `arena.SharedMemory` is the other kind."""
+    """Nothing is: all arrays travel as frames. `same_host.SharedMemory` is the other kind."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether large arrays go through shared memory from here."""
+        return False
 
     def place(
         self, arrays: Sequence[np.ndarray]
