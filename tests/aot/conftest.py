@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
+
+from stratagem.strategies import libtpu_stacks
 
 ROOT = Path(__file__).parents[2]
 _TESTS = str(ROOT / "tests")
@@ -32,8 +36,14 @@ def libtpu() -> Iterator[None]:
             subprocess.run([*pip, "--target", str(TARGET), _wanted()], check=True)
         sys.path.insert(0, str(TARGET))
     before = dict(os.environ)
-    # One process that only compiles; libtpu would ask Google's metadata server for these.
+    # One process that only compiles; libtpu would ask Google's metadata server for these, and
+    # let no other process compile meanwhile.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    # Before JAX starts, which would look for a TPU; see libtpu_stacks.
+    jax.config.update("jax_platforms", "cpu")
+    libtpu_stacks.fit()
+    importlib.import_module("libtpu")  # which puts TPU_LIBRARY_PATH into the environment
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]

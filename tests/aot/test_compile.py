@@ -14,7 +14,7 @@ import stratagem
 from aot.models import MODELS, ROWS, zeros
 from stratagem.experimental import DescribedTPUStrategy
 
-pytestmark = [pytest.mark.libtpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.libtpu, pytest.mark.timeout(1800)]
 
 # Bytes of high-bandwidth memory of a chip, as Google states them at cloud.google.com/tpu/docs/ in
 # v5e, v5p and v6e. (One device is one chip on all of them.)

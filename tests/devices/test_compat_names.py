@@ -100,6 +100,10 @@ def test_imports_of_keras_from_tensorflow():
         ("Session", "there are no sessions"),
         ("compat.v1.Session", "Port the program to TensorFlow 2"),
         ("config.threading", "XLA_FLAGS"),
+        ("config.set_soft_device_placement", "Leave it out"),
+        ("config.functions_run_eagerly", "Use jax.config, or stratagem.config"),
+        ("distribute.StrategyExtended", "`strategy.extended` has its methods"),
+        ("math.reduce_euclidean_norm", "keras.ops.norm"),
     ],
 )
 def test_what_is_missing_says_what_to_use(path, hint):

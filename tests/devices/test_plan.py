@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import stratagem
-from stratagem.cli import plan, plan_plot, plan_show, plan_trace
+from stratagem.cli import plan, plan_plot, plan_run, plan_show, plan_trace
 from stratagem.cli.main import main
 from stratagem.planning import machines, predict, topology
 from stratagem.planning.program import Program
@@ -222,6 +223,43 @@ def test_the_demos_step_is_caught(demo):
     assert max(demo.reduces) > demo.trainable
     assert demo.gathers  # the synchronized batch normalisation
     assert sum(demo.growing) > 0
+
+
+@pytest.mark.parametrize("error", [ValueError("no slice\nmore"), RuntimeError("no slice")])
+def test_a_compiler_that_refuses(monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(plan_trace, "_compile", refuse)
+    program = Program.from_json((RECORDED / "demo.json").read_text())
+    caught = plan_trace.Caught("a step", None, plan_trace.Batch((1,), 1))
+    told = plan_trace.asked_compiler(program, caught, PlannedStrategy(64), "v5e:8x8")
+    assert told == dataclasses.replace(program, refused="no slice")
+
+
+@pytest.mark.processes
+def test_a_compiler_that_ends_its_process(tmp_path):
+    """What was counted before is planned with."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, keras, numpy as np\n"
+        "from jax.experimental import topologies\n"
+        "topologies.get_topology_desc = lambda **_: os._exit(139)\n"
+        "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "model.fit(np.ones((8, 4)), np.ones((8, 1)))\n"
+    )
+
+    def asked(out):
+        wanted = plan_trace.Wanted(out=out, replicas=2, compiler="v5e:2x2")
+        return json.dumps(dataclasses.asdict(wanted))
+
+    found = plan_run.trace_process(
+        plan_trace.__name__, asked, [str(script)], plan_run.environment()
+    )
+    program = Program.from_json(found)
+    assert program.compiled is None
+    assert program.refused == "nothing; it has ended its process"
 
 
 @pytest.mark.parametrize("text", ["v5e:8x8", "h100:8x8"])

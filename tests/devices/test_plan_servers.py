@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -21,8 +22,12 @@ from stratagem.cli import (
     plan_trace_servers,
 )
 from stratagem.cli.main import main
-from stratagem.planning import machines, served_plan
+from stratagem.coordinator import cluster_coordinator
+from stratagem.coordinator.consistency import Bounded
+from stratagem.keras_bridge import served
+from stratagem.planning import job, machines, served_plan
 from stratagem.strategies import PlannedServers
+from stratagem.strategies.parameter_server import Consistency
 
 ROWS, WIDTH, BATCH, FIELDS, HIDDEN = 100_000, 8, 16, 4, 5
 HALF = ROWS // 2
@@ -181,6 +186,13 @@ def test_large_variables_have_a_place_and_no_value():
     small.assign([3.0, 4.0, 5.0])
     np.testing.assert_array_equal(small.numpy(), [3, 4, 5])
     assert small.remote_spec.shards[0].server == 1
+
+
+def test_the_simulation_is_on_the_terms_of_a_real_job():
+    strategy = SimpleNamespace(consistency=Consistency(max_staleness=3), state_dir=None)
+    strategy.snapshot_seconds = 600.0
+    assert job.terms(Bounded(3)) == cluster_coordinator._terms(strategy)
+    assert job.AHEAD == served._AHEAD
 
 
 def test_the_report_and_the_picture(tmp_path):

@@ -156,6 +156,16 @@ def assert_same(found: Any, expected: Any) -> None:
     assert not differ
 
 
+def as_row(name: str, found: Any, expected: Any) -> str:
+    """A line of the table in the porting guide: the last number of both, and how they differ."""
+    left, right = dict(numbers(found)), dict(numbers(expected))
+    floats = [path for path, value in right.items() if isinstance(value, float)]
+    most = max(abs(left[path] - right[path]) for path in floats)
+    last = floats[-1]
+    values = f"`{last.lstrip('/')}` | {left[last]:.7g} | {right[last]:.7g}"
+    return f"| `{name}.py` | {len(right)} | {values} | {most:.1e} |"
+
+
 def _close(found: Any, expected: Any) -> bool:
     if isinstance(expected, str):
         return found == expected
@@ -173,7 +183,7 @@ def test_recorded_numbers(name, directories):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_as_tensorflow(name, directories, tmp_path):
+def test_the_same_as_tensorflow(name, directories, tmp_path, record_property, capsys):
     python = peer()
     if python is None:
         pytest.skip("no TensorFlow: name its Python in STRATAGEM_PEER, or run `make bench`")
@@ -181,5 +191,10 @@ def test_the_same_as_tensorflow(name, directories, tmp_path):
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     legacy = {"TF_USE_LEGACY_KERAS": "1"} if PROGRAMS[name].legacy else {}
     theirs = run(python, source, tmp_path, PROGRAMS[name], **quiet, **legacy)
-    assert_same(ours(name, directories[name]), theirs)
+    mine = ours(name, directories[name])
+    assert_same(mine, theirs)
     assert_same(theirs, RECORDED[name])
+    row = as_row(name, mine, theirs)
+    record_property("both", row)
+    with capsys.disabled():
+        print(f"\n{row}", end="")

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from stratagem.cli import checkup, diagnosis, doctor, machine
 from stratagem.cli.machine import Chips, Devices, Package, Resources
-from stratagem.cluster import checks, compare
+from stratagem.cluster import TFConfigClusterResolver, checks, compare
 from stratagem.cluster.checks import Level, Seat
 from stratagem.cluster.line import NOBODY_LISTENS
 from stratagem.cluster.meeting import Card, Link, Meeting
+from stratagem.strategies import served_cluster
 
 CLUSTER = (("worker 0", "a:1"), ("worker 1", "b:2"), ("worker 2", "c:3"))
 SEAT = Seat("worker 0", CLUSTER)
@@ -155,12 +156,27 @@ class TestAddresses:
     def test_what_a_cluster_with_parameter_servers_needs(self):
         assert checks.check_serving(SEAT) == []
         seat = Seat("ps 0", (("ps 0", "a:1"), ("ps 1", "b:1")))
-        no_chief, no_worker = checks.check_serving(seat)
-        assert said([no_chief]).startswith("fault parameter servers: no chief in the cluster -> ")
-        assert said([no_worker]).startswith("fault parameter servers: no worker in the cluster")
+        assert said(checks.check_serving(seat)).startswith(
+            "fault parameter servers: no worker in the cluster -> Add the addresses of workers"
+        )
+        headless = replace(seat, cluster=(*seat.cluster, ("worker 1", "c:1")))
+        assert said(checks.check_serving(headless)).startswith(
+            "fault parameter servers: 1 worker and 2 servers, but neither a chief nor worker 0 -> "
+        )
         whole = replace(seat, cluster=(*seat.cluster, *CLUSTER, ("chief 0", "d:4")))
         (finding,) = checks.check_serving(whole)
         assert finding.found == "3 workers and 2 servers, which the chief coordinates"
+
+    def test_worker_0_coordinates_where_there_is_no_chief(self):
+        tasks = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
+        text = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})
+        seat, _ = checks.check_tf_config(text)
+        (finding,) = checks.check_serving(seat)
+        assert finding.level is Level.FINE
+        assert "2 workers and 1 server; no chief, so the program of worker 0" in finding.found
+        # As ParameterServerStrategy has it.
+        resolver = TFConfigClusterResolver(env={"TF_CONFIG": text})
+        assert served_cluster.coordinates(resolver.cluster_spec(), resolver)
 
     def test_encryption(self):
         assert checks.check_encryption(True, "27.1").found.startswith("pyzmq 27.1 has CURVE")

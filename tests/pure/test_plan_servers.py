@@ -160,6 +160,15 @@ def test_a_bound_of_twice_the_others_costs_nothing():
     assert tight.rate < 0.6 * free.rate
 
 
+def test_short_closures_wait_with_the_worker_not_for_the_network():
+    # A closure arrives 4 ms after it was sent, and takes 1: depth 2 would keep a worker waiting.
+    far = dataclasses.replace(FREE, latency=4e-3)
+    short = Costs((), 1e-3, far.dispatch, 0.0, 0.0, far)
+    deep = staleness.simulate(short, 2, steps=300)
+    # 4 closures for each worker, as `fit` schedules them, come and go in 8 + 1 ms.
+    assert deep.rate == pytest.approx(2 * 4 / 9e-3, rel=0.1)
+
+
 def test_synchronous_rounds_are_not_stale_and_wait_for_the_slowest():
     found = staleness.simulate(costs(), 8, Synchronous(), steps=50)
     assert set(found.histogram) == {0}
@@ -251,7 +260,7 @@ def test_json_says_everything_that_is_predicted():
         (dict(loads=(Load("t", 0, False, 1e9, pulled=1e3, updated=1e3),)), 2, {}, "2.0 times the"),
         (dict(whole=(("w", 10**7),)), 2, {}, "for MultiWorkerMirroredStrategy rather"),
         (dict(tables=(Table("t", 9, 4, 9, 9, "estimate"),)), 2, {}, "Say --table-rows"),
-        ({}, 60, {}, "more workers bring no more rows a second"),
+        ({}, 60, {}, "More workers bring no more rows a second, only staler gradients."),
         ({}, 3, {"max_staleness": 2}, "3 of them all have work from 4 on"),
         (dict(work=program(unknown=1)), 2, {}, "1 loops run an unknown number of times"),
     ],
@@ -259,6 +268,20 @@ def test_json_says_everything_that_is_predicted():
 def test_notes(changes, workers, rule, said):
     notes = plan(step(**changes), workers, {**ASYNCHRONOUS, **rule}).notes
     assert any(said in note for note in notes), notes
+
+
+def test_a_coordinator_that_is_the_limit():
+    tiny = (Load("w", 0, False, 1e3, 1e3, pushed=1e3, updated=1e3), Load("v", 1, False, 8.0))
+    made = served_plan.plan(step(loads=tiny), machine(dispatch=1e-3), 60, ASYNCHRONOUS)
+    (note,) = made.notes  # That the servers are not alike does not matter.
+    assert "this is saturated: coordinator. More workers bring no more rows a second, and" in note
+
+
+def test_where_workers_stop_helping_is_among_the_points():
+    made = plan(workers=8)
+    at = {point.workers: point.bound for point in made.by_workers}
+    assert at[3] != "workers"  # 2.4 are enough
+    assert at[2] == "workers"
 
 
 def test_what_makes_servers_alike_depends_on_what_differs():

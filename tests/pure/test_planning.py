@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import re
 
 import pytest
+from rich.console import Console
 
 from stratagem.cli import plan_show
 from stratagem.collectives import cost
@@ -233,6 +235,34 @@ def test_bytes_bind_where_there_is_little_to_compute():
     assert program().memory == 3_000_000 + 100_000 + 5_000_000
 
 
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [
+        (dict(operations={"float32": 1e13}), predict.OPERATIONS),
+        (dict(bytes=1e12), predict.MEMORY),
+        (dict(kernels=10_000), predict.KERNELS),
+    ],
+)
+def test_what_most_of_computing_is(changes, bound):
+    one = predict.step(program(**changes), at("h100:1"), 1, "NcclAllReduce")
+    assert one.bound == one.limit == bound
+    kernels = changes.get("kernels", 50) * MACHINES["h100"].kernel_seconds
+    assert one.kernels == pytest.approx(kernels)
+
+
+def test_what_a_compiler_cannot_place_does_not_fit():
+    assert predict.plan(program(), at("v5e:2x4")).fits
+    refused = program(refused="RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+    assert not predict.plan(refused, at("v5e:2x4")).fits
+
+
+def test_tpus_have_no_choice_of_ops():
+    # At 65,536 chips doubling would be faster.
+    made = predict.plan(program(replicas=65_536, rows=65_536, reduces=(8,)), at("v5e:16x16"))
+    assert made.op == "NcclAllReduce"
+    assert made.wins[-1][1] == "DoublingAllReduce"
+
+
 def test_virtual_devices_take_turns():
     one, four = (predict.compute(program(kernels=0), MACHINES["cpu"], n) for n in (1, 4))
     assert four == pytest.approx(4 * one)
@@ -255,11 +285,12 @@ def test_another_op_must_be_clearly_faster_than_the_platforms():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (dict(peak=10**12), "does not fit: 1e\\+03 GB on a device of 80 GB"),
+        (dict(peak=10**12), r"does not fit: 1,000\.0 GB on a device of 80\.0 GB"),
         (dict(writes=False), "writes no trainable variable"),
         (dict(idle=3, rows=5), "3 of 8 replicas get no rows of a batch of 5"),
         (dict(rows=257, rows_per_replica=33), "A batch of 257 rows does not divide by 8"),
         (dict(unknown=2), "2 loops run an unknown number of times"),
+        (dict(refused="INTERNAL: no"), "does not compile the step, .* estimates. It says: INTER"),
     ],
 )
 def test_notes(changes, said):
@@ -282,6 +313,47 @@ def test_json_says_everything_that_is_predicted():
     assert shown["rows_per_second"] == pytest.approx(256 / shown["step"]["seconds"])
     assert set(shown["ops"]) == set(shown["scaling"]) == set(allreduce.OPS)
     assert shown["memory"] == {"bytes": 8_100_000, "of": 16e9, "fits": True, "by": "estimate"}
+
+
+def shown(made):
+    out = io.StringIO()
+    plan_show.show(made, Console(file=out, width=400))
+    return out.getvalue()
+
+
+def test_a_device_with_too_little_to_do_is_no_device_that_is_used():
+    # 1 Gflop take 4 us, and 50 kernels 200: 50 times the rows and more keep the device busy.
+    little = program(operations={"float32": 1e9}, bytes=1.0, rows=8, rows_per_replica=1)
+    text = shown(predict.plan(little, at("h100:8")))
+    assert "8 rows, at most 1 on a device" in text
+    assert "(200 us of it 50 kernels of 4.00 us)" in text
+    assert "of one alone, with 1 row on each" in text
+    assert "Bound by kernels: each device has too little to do for 50 kernels. Give it" in text
+    assert "50 or more" in text
+    assert "Or take fewer devices" in text
+    assert "Constants of h100: NVIDIA H100 datasheet" in text
+
+
+def test_devices_that_are_half_used_are_not_given_up():
+    half = program(operations={"float32": 4e10}, bytes=1.0)  # 162 us of work, 200 of kernels
+    text = shown(predict.plan(half, at("h100:8")))
+    assert "40 or more" in text
+    assert "fewer devices" not in text
+
+
+def test_what_to_choose():
+    assert "- Choose NcclAllReduce, the default. It is the" in shown(
+        predict.plan(program(), at("h100:8"))
+    )
+    text = shown(predict.plan(program(), at("v5e:2x4")))
+    assert "- TPUStrategy leaves the all-reduce to the chips, as NcclAllReduce does." in text
+    heavy = program(bytes=1e12)
+    assert "Bound by memory traffic: the devices wait" in shown(predict.plan(heavy, at("h100:8")))
+
+
+@pytest.mark.parametrize(("nbytes", "shown"), [(8, "8 B"), (1_230, "1.23 kB"), (0, "0 B")])
+def test_bytes_are_whole(nbytes, shown):
+    assert plan_show.size(nbytes) == shown
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,11 @@ def test_a_signal_ends_the_command(programs, cluster, signum, code, monkeypatch,
     before = signal.getsignal(signum)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signum))
     timer.start()
+    looked, look = [], serving.address_of
+    monkeypatch.setattr(serving, "address_of", lambda *task: looked.append(task) or look(*task))
     assert main(["serve"]) == code
     timer.join()
+    assert looked == [(ClusterSpec(cluster), "worker", 0)]
     assert signal.getsignal(signum) == before
     (program,) = programs
     assert (program.cluster, program.index) == (ClusterSpec(cluster), 0)

@@ -1,9 +1,11 @@
 """What a parameter server costs on this machine: measured with one in a process of its own.
 
-    python -m stratagem.cli.calibrate_servers
+    python -m stratagem.cli.calibrate_servers [--no-shared-memory]
 
 Prints one line of JSON, as `calibrate_measure` does: the fields of `planning.machines.Serving`, but
-what tasks on one machine do not have (a network, encryption) is what they have instead of it.
+what tasks on one machine do not have (a network, encryption) is what they have instead of it: they
+talk through shared memory. Without that, arrays are encrypted, both ends by the cores of this
+machine, and the figure of `copy` is how fast.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.plan import Placement, Spec, Unit
 from stratagem.parameter_server.task import ServerTask
 from stratagem.transport.hub import Hub
+from stratagem.transport.message import LIMITS
+from stratagem.transport.sockets import Sockets
 
 _REPEATS, _TIMES = 20, 5
 _START_SECONDS = 60.0
+_NO_SHARED_MEMORY = "--no-shared-memory"
 _LARGE = 1 << 22  # float32 values of a variable that is larger than caches
 _ROWS, _LOOKED_UP, _WIDTH = 1 << 18, 1 << 14, 64  # of a table
 _CLOSURES = 2000
@@ -43,17 +48,21 @@ _SGD = rows.RowProgram(1, (rows.ROWS,), (rows.Step("sub", (0, 1)),), (2,))
 
 def main(arguments: Sequence[str]) -> int:
     """Measures; or, as `serve PORT FOLDER`, is the server. Returns the exit code."""
-    if arguments:
+    if arguments[:1] == ["serve"]:
         key = Key.always(config.environment())
         ServerTask(f"127.0.0.1:{arguments[1]}", 0, key, arguments[2]).serve()
         return 0
-    print(MARK + json.dumps(measure()), flush=True)
+    print(MARK + json.dumps(measure(share=arguments != [_NO_SHARED_MEMORY])), flush=True)
     return 0
 
 
-def measure() -> dict[str, float]:
-    """The constants of `Serving`."""
-    with _servers() as servers:
+def measure(share: bool = True) -> dict[str, float]:
+    """The constants of `Serving`.
+
+    Args:
+        share: whether arrays go through shared memory.
+    """
+    with _servers(share) as servers:
         small, large, table = _variables(servers)
         round_trip = _least(lambda: servers.pull([small]))
         whole = _least(lambda: servers.pull([large])) - round_trip
@@ -78,13 +87,13 @@ def measure() -> dict[str, float]:
         "copy": copy,
         "row": max(looked_up - moved, touched - moved, 1e-4) / _LOOKED_UP,
         "update": large.nbytes / max(update, 1e-6),
-        "dispatch": round_trip / 2 + _decide(),
+        "dispatch": round_trip / 4 + _decide(),  # a request and its answer at this end
         "disk": held / max(written, 1e-6),
     }
 
 
 @contextlib.contextmanager
-def _servers() -> Iterator[Servers]:
+def _servers(share: bool) -> Iterator[Servers]:
     """A parameter server in a process of its own, and the way to it."""
     (port,) = free_ports(1)
     secret = secrets.token_hex(16)
@@ -92,7 +101,7 @@ def _servers() -> Iterator[Servers]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "stratagem.cli.calibrate_servers", "serve", str(port)]
         process = subprocess.Popen([*command, folder], env=environment)
-        hub = Hub("calibration", Key(secret))
+        hub = Hub("calibration", carrier=Sockets("calibration", Key(secret), LIMITS, share))
         try:
             peer = hub.connect(f"127.0.0.1:{port}", "ps 0")
             servers = Servers(hub, [peer], "calibration", "calibration", _START_SECONDS)

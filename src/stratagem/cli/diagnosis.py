@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.cli import terminal
 from stratagem.cluster.checks import Finding, Level
 from stratagem.cluster.meeting import Meeting
 
 _STYLES = {Level.FINE: "green", Level.LOOK: "yellow", Level.FAULT: "bold red"}
 _MOST_IN_MATRIX = 12  # tasks
-_WIDTH = 120  # Where there is no terminal, as in a log.
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 def show(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Prints tables: the other tasks, who reaches whom, and what was found."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)
+    console = console or terminal.console()
     if diagnosis.meeting is not None:
         console.print(_tasks(diagnosis.meeting))
         if 2 < len(diagnosis.meeting.card.cluster) <= _MOST_IN_MATRIX:

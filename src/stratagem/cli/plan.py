@@ -217,8 +217,9 @@ def trace(wanted: Config, where: Topology) -> Program:
     compiler = ""
     if kind == "tpu" and importlib.util.find_spec("libtpu") is not None:
         compiler = str(where)
-        # Or libtpu asks Google's metadata server what machine this is.
+        # Or libtpu asks Google's metadata server what machine this is, and wants to be alone.
         variables |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
     def asked(out: str) -> str:
         return json.dumps(

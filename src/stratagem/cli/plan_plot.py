@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stratagem.cli.plan_show import number, size, time
+from stratagem.cli.plan_show import number, rows, size, time
 from stratagem.planning import predict
 from stratagem.planning.predict import Plan
 
 SUFFIXES = (".png", ".pdf", ".svg")
 # Colours that those who see no red or green tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_PARTS = {"compute": "#0072B2", "all-reduce": "#D55E00"}
+_PARTS = {"computing": "#0072B2", "starting kernels": "#56B4E9", "all-reduce": "#D55E00"}
 _GREY = "#666666"
 _BELOW: dict[str, Any] = {
-    "loc": "upper center", "bbox_to_anchor": (0.5, -0.11), "ncols": 3, "frameon": False
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.11), "ncols": 3, "frameon": False,
+    "columnspacing": 1.2, "handlelength": 1.6,
 }  # fmt: skip
 
 
@@ -48,20 +49,21 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def _title(plan: Plan) -> str:
-    rows = f", {plan.rows_per_second:,.0f} rows/s" if plan.program.rows else ""
+    rate = f", {plan.rows_per_second:,.0f} rows/s" if plan.program.rows else ""
     devices, machine = plan.topology.devices, plan.topology.machine
-    return f"{devices} x {machine.title}: {time(plan.step.seconds)} a step{rows}"
+    return f"{devices} x {machine.title}: {time(plan.step.seconds)} a step{rate}"
 
 
 def _facts(plan: Plan) -> str:
     program = plan.program
     reduced = " + ".join(size(n) for n in program.reduces) or "none"
     return (
-        f"{program.caught}; {program.rows_per_replica} rows a device; "
+        f"{program.caught}; {rows(plan)}; "
         f"{number(program.total_operations)} and {size(program.memory)} of "
         f"{size(plan.topology.machine.memory)} memory a device; all-reduce of {reduced}\n"
-        "Predicted by stratagem plan: roofline and alpha-beta formulas, the all-reduce not hidden "
-        "behind computing."
+        f"Predicted by stratagem plan for the same rows on each device: roofline, "
+        f"{time(plan.topology.machine.kernel_seconds)} for each of {program.kernels} kernels, and "
+        "alpha-beta formulas; the all-reduce is not hidden behind computing."
     )
 
 
@@ -108,7 +110,8 @@ def _draw_parts(axes: Any, plan: Plan) -> None:
     most = 1.25 * max(s.seconds for s in _shown(plan)) / scale
     for i, (op, step) in enumerate(plan.steps.items()):
         start = 0.0
-        for name, seconds in (("compute", step.compute), ("all-reduce", step.reduce)):
+        parts = (step.compute - step.kernels, step.kernels, step.reduce)
+        for name, seconds in zip(_PARTS, parts, strict=True):
             width = min(seconds / scale, most - start)
             label = name if i == 0 else None
             axes.barh(i, width, left=start, height=0.6, color=_PARTS[name], label=label)

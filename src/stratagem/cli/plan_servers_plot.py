@@ -64,6 +64,7 @@ def _draw_rates(axes: Any, plan: ServedPlan, by: str) -> None:
     ticks = [1 << k for k in range((2 * max(getattr(p, by) for p in points)).bit_length() - 1)]
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     with_others = plan.servers if by == "workers" else plan.workers
     other = "ps" if by == "workers" else "workers"
     axes.set_title(f"with {with_others} {other}", loc="left", fontsize=11)

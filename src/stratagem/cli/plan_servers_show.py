@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.cli import terminal
 from stratagem.cli.plan_show import number, size, time
 from stratagem.planning.served import Load
 from stratagem.planning.served_plan import Point, ServedPlan
 
-_WIDTH = 110  # Where there is no terminal, as in a log.
 _MOST = 8  # rows of a table that are shown one by one
 _P95 = 0.95
 _WHOLE = 100
@@ -69,10 +69,7 @@ def to_json(plan: ServedPlan) -> str:
 
 def show(plan: ServedPlan, console: Console | None = None) -> None:
     """Prints the step, the servers, how the cluster scales, and what to bear in mind."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)
+    console = console or terminal.console()
     console.print(Text(title(plan), "bold"))
     console.print(_step(plan))
     if plan.step.tables:
@@ -84,6 +81,7 @@ def show(plan: ServedPlan, console: Console | None = None) -> None:
         console.print(Text(f"- {line}"))
     for note in plan.notes:
         console.print(Text(f"! {note}", "yellow"))
+    console.print(Text(f"Constants of {plan.machine.name}: {plan.machine.source}", "dim"))
 
 
 def title(plan: ServedPlan) -> str:
@@ -113,8 +111,9 @@ def rule(plan: ServedPlan) -> str:
 def _step(plan: ServedPlan) -> Table:
     step, work, costs, simulated = plan.step, plan.step.work, plan.costs, plan.simulated
     table = Table(box=box.SIMPLE, show_header=False)
-    asked = ", ".join(work.strategy)
-    table.add_row("step", f"{work.caught} ({asked} in the script); {work.rows} rows a worker")
+    given = ", ".join(work.strategy)
+    rows = f"{work.rows:,} rows of each worker" if work.rows else "its rows are not known"
+    table.add_row("step", f"{work.caught} (strategy in the script: {given}); {rows}")
     whole = sum(nbytes for _, nbytes in step.whole)
     by_row = step.pulled - whole
     each = f"{size(whole)} whole ({len(step.whole)} variables), {size(by_row)} by row"
@@ -141,7 +140,7 @@ def _step(plan: ServedPlan) -> Table:
 
 def _tables(plan: ServedPlan) -> Table:
     table = Table(
-        "pulled by row", "rows", "bytes a row", "named in a step", "distinct", "known by",
+        "pulled by row", "rows", "bytes a row", "named in a step", "distinct", "from",
         box=box.SIMPLE,
     )  # fmt: skip
     for each in plan.step.tables:
@@ -198,7 +197,8 @@ def _points(heading: str, plan: ServedPlan, points: Sequence[Point]) -> Table:
 def _advice(plan: ServedPlan) -> list[str]:
     costs = plan.costs
     found = [
-        f"{plan.servers} ps serve {costs.saturates:.1f} workers; then {costs.bound} is saturated.",
+        f"{plan.servers} ps serve {costs.saturates:.1f} workers; with more, this is saturated: "
+        f"{costs.bound}.",
         f"For {plan.workers} workers {plan.worth} ps are worth it: "
         f"{plan.worth / plan.workers:.2g} for each worker.",
     ]

@@ -77,6 +77,10 @@ def main(arguments: Sequence[str]) -> int:
             run_script(arguments[1:], wanted.module)
     except Caught as caught:
         program = count(caught, planned, asked, wanted)
+        if wanted.compiler:  # What is known without it comes first: it may end this process.
+            ended = dataclasses.replace(program, refused="nothing; it has ended its process")
+            Path(wanted.out).write_text(ended.to_json())
+            program = asked_compiler(program, caught, planned, wanted.compiler)
         Path(wanted.out).write_text(program.to_json())
         return 0
     Path(wanted.out).write_text("")
@@ -199,7 +203,7 @@ def _zeros(part: Any, rows: int) -> Any:
 def count(
     caught: Caught, planned: PlannedStrategy, asked: Sequence[str], wanted: Wanted
 ) -> Program:
-    """What is known of the step, from its program and from a compiler where one is asked for."""
+    """What is known of the step from its program."""
     program, arguments = caught.compiled.program, caught.compiled.arguments
     split = [a.split for a in arguments]
     closed = program.jaxpr
@@ -230,8 +234,18 @@ def count(
         gathers=tuple(counted.gathers),
         writes=bool(trained),
         unknown=counted.unknown,
-        compiled=_compile(caught.compiled, planned, wanted.compiler) if wanted.compiler else None,
     )
+
+
+def asked_compiler(
+    program: Program, caught: Caught, planned: PlannedStrategy, topology: str
+) -> Program:
+    """Adds what libtpu says of the step on a slice: figures, or why it does not compile it."""
+    try:
+        compiled = _compile(caught.compiled, planned, topology)
+    except (ValueError, RuntimeError) as error:
+        return dataclasses.replace(program, refused=str(error).splitlines()[0])
+    return dataclasses.replace(program, compiled=compiled)
 
 
 def _compile(compiled: Any, planned: PlannedStrategy, topology: str) -> Compiled:
@@ -246,7 +260,7 @@ def _compile(compiled: Any, planned: PlannedStrategy, topology: str) -> Compiled
         name=f"libtpu, {topology}",
         arguments=memory.argument_size_in_bytes,
         outputs=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
-        temporary=memory.temp_size_in_bytes,
+        temporary=memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         operations=float(costs["flops"]),
         bytes=float(costs["bytes accessed"]),
         all_reduces=ready.as_text().count(" all-reduce("),

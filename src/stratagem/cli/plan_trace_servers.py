@@ -23,7 +23,7 @@ import numpy as np
 from stratagem.cli import plan_trace
 from stratagem.coordinator import ClusterCoordinator
 from stratagem.coordinator.per_worker import Elements
-from stratagem.coordinator.plans import Family, Plans
+from stratagem.coordinator.plans import Call, Plans
 from stratagem.coordinator.tallies import Tallies
 from stratagem.keras_bridge.served import ServedStep
 from stratagem.parameter_server import cut
@@ -69,7 +69,7 @@ class Seen:
     Attributes:
         program: as it was traced.
         shipped: functions that would be sent, with their inputs; the last is the worker's part.
-        elements: the first element of each per-worker iterator, its leaves.
+        elements: the first element of each per-worker iterator, by its number: the leaves.
         given: rows that the script's batch has; 0 where nothing says it.
     """
 
@@ -84,9 +84,9 @@ class Seen:
 class Caught(BaseException):
     """Carries the first step out of the script, past all of its `except Exception`."""
 
-    def __init__(self, what: str, family: Family, arrays: list[Any]):
+    def __init__(self, what: str, call: Call):
         super().__init__(what)
-        self.what, self.family, self.arrays = what, family, arrays
+        self.what, self.call = what, call
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,8 +123,7 @@ def replaced(
 
     def catch(self: Plans, fn: Any, args: Any, kwargs: Any) -> Any:
         seen.given = seen.given or _rows((args, kwargs))
-        family, arrays = find(self, fn, *_resized((args, kwargs), seen.given, rows))
-        raise Caught(_what(fn), family, arrays)
+        raise Caught(_what(fn), find(self, fn, *_resized((args, kwargs), seen.given, rows)))
 
     def begin(self: Any, strategy: Any) -> None:
         self.strategy, self.tallies, self._plans = strategy, Tallies(), Plans(strategy)
@@ -162,6 +161,7 @@ class _Dispatcher:
 
     def __init__(self, seen: Seen, rows: int):
         self._seen, self._planned = seen, rows
+        self.let_go: list[int] = []
 
     def open_iterator(self, number: int, pickled: bytes, seconds: float) -> Any:
         elements = Elements(pickled, 0)
@@ -211,10 +211,10 @@ def count(
     caught: Caught, planned: PlannedServers, asked: Sequence[str], seen: Seen, wanted: Wanted
 ) -> Served:
     """What is known of the step, from its parts."""
-    (plan,) = caught.family.plans.values()
+    (plan,) = caught.call.family.plans.values()
     parts, specs = plan.parts, planned.link.specs
-    given = [_given(g, seen) for g in parts.given]
-    looked_up = _looked_up(parts, specs, [*caught.arrays, *given], seen, wanted)
+    given = [_given(g, caught.call, seen) for g in parts.given]
+    looked_up = _looked_up(parts, specs, [*caught.call.arrays, *given], seen, wanted)
     outputs, counted = _worker(parts, seen, [table for table, _ in looked_up])
     loads = _loads(parts, specs, looked_up, outputs[parts.results + parts.local :])
     written = {id(seen.program.variables[i]) for i in seen.program.written}
@@ -229,7 +229,7 @@ def count(
         idle=0,
         state=round(sum(load.pulled for load in loads)),
         trainable=round(sum(load.pushed for load in loads)),
-        arguments=sum(map(counting.size_of, [*caught.arrays, *given])),
+        arguments=sum(map(counting.size_of, [*caught.call.arrays, *given])),
         peak=counted.peak,
         operations=dict(counted.operations),
         bytes=counted.bytes,
@@ -244,17 +244,17 @@ def count(
         loads=tuple(loads),
         tables=tuple(table for table, _ in looked_up),
         whole=tuple((specs[vid].name, specs[vid].nbytes) for vid in parts.whole),
-        sent=sum(map(counting.size_of, caught.arrays)),
+        sent=sum(map(counting.size_of, caught.call.arrays)),
         returned=back,
         partitioner=planned.partitioner,
     )
 
 
-def _given(given: Any, seen: Seen) -> np.ndarray:
+def _given(given: Any, call: Call, seen: Seen) -> np.ndarray:
     """A value that a worker puts in: of its first element, else zero."""
     if given.kind == "element":
-        number, _, leaf = given.key
-        return seen.elements[number][leaf]
+        position, _, leaf = given.key
+        return seen.elements[call.iterators[position].number][leaf]
     return np.zeros(given.shape, given.dtype)
 
 

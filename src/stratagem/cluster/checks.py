@@ -237,16 +237,20 @@ def check_serving(seat: Seat) -> list[Finding]:
     """Whether a cluster with parameter servers has all that it needs; nothing for other ones."""
     if not seat.served:
         return []
-    kinds = [task.partition(" ")[0] for task, _ in seat.cluster]
-    what, found = "parameter servers", []
-    for kind, do in (
-        ("chief", "Add the address of the chief, which coordinates the others by your program."),
-        ("worker", "Add the addresses of workers; servers only keep the variables."),
-    ):
-        if kind not in kinds:
-            found.append(Finding(Level.FAULT, what, f"no {kind} in the cluster", do))
-    counts = f"{kinds.count('worker')} workers and {kinds.count('ps')} servers"
-    return found or [Finding(Level.FINE, what, f"{counts}, which the chief coordinates")]
+    tasks = [task for task, _ in seat.cluster]
+    kinds = [task.partition(" ")[0] for task in tasks]
+    what = "parameter servers"
+    if "worker" not in kinds:
+        do = "Add the addresses of workers; servers only keep the variables."
+        return [Finding(Level.FAULT, what, "no worker in the cluster", do)]
+    counts = f"{_many(kinds.count('worker'), 'worker')} and {_many(kinds.count('ps'), 'server')}"
+    if "chief" in kinds:
+        return [Finding(Level.FINE, what, f"{counts}, which the chief coordinates")]
+    if "worker 0" in tasks:
+        text = f"{counts}; no chief, so the program of worker 0 coordinates them, and serves beside"
+        return [Finding(Level.FINE, what, text)]
+    do = "Add the address of a chief, which coordinates the others by your program, or of worker 0."
+    return [Finding(Level.FAULT, what, f"{counts}, but neither a chief nor worker 0", do)]
 
 
 def check_encryption(has_curve: bool, version: str) -> Finding:
@@ -289,6 +293,10 @@ def check_proxies(environment: Mapping[str, str], seat: Seat | None) -> list[Fin
     do = f"Unset them for training, or: export no_proxy={','.join(through)}"
     text = f"{names} may keep this task from {', '.join(through)}"
     return [Finding(Level.LOOK, what, text, do)]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _loopback(addresses: Sequence[str]) -> bool:

@@ -6,14 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
 from stratagem import config
+from stratagem.cluster.keys import own_cache
 
 _CHOSEN = "JAX_COMPILATION_CACHE_DIR"
-_CACHES = "XDG_CACHE_HOME"
 
 _log = logging.getLogger("stratagem")
 _threads: list[threading.Thread] = []
@@ -28,8 +27,7 @@ def keep() -> None:
     env = config.environment()
     if _CHOSEN in env or getattr(jax.config, "jax_compilation_cache_dir", None):
         return
-    home = Path(env[_CACHES]) if env.get(_CACHES) else Path.home() / ".cache"
-    jax.config.update("jax_compilation_cache_dir", str(home / "stratagem" / "jax"))
+    jax.config.update("jax_compilation_cache_dir", str(own_cache(env) / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

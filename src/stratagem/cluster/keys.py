@@ -98,6 +98,11 @@ class Key:
         return f"has another {VARIABLE}"
 
 
+def own_cache(environment: Mapping[str, str]) -> Path:
+    """The folder of Stratagem in the user's cache, whether it is there or not."""
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stratagem"
+
+
 def challenge() -> str:
     """A number used once."""
     return secrets.token_hex(16)
@@ -117,8 +122,7 @@ def _users(environment: Mapping[str, str]) -> str:
     if base := environment.get("XDG_RUNTIME_DIR", ""):
         folder = Path(base) / "stratagem"
     else:
-        cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(cache) / "stratagem"
+        folder = own_cache(environment)
     path = folder / "key"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

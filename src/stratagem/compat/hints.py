@@ -9,8 +9,11 @@ from __future__ import annotations
 HINTS = {
     # Strategies and their parts.
     "distribute": "The names of tf.distribute that are here are those of the package stratagem.",
+    "distribute.StrategyExtended": "Use stratagem.Strategy; `strategy.extended` has its methods.",
     "tpu": "Leave it out: JAX sets a TPU up by itself; jax.devices('tpu') lists its cores.",
     # Devices.
+    "config.set_soft_device_placement": "Leave it out: XLA places operations.",
+    "config": "Use jax.config, or stratagem.config for devices.",
     "config.threading": "Use the environment variables of XLA, such as XLA_FLAGS.",
     "config.optimizer": "Use jax.jit and XLA_FLAGS; XLA always optimizes.",
     "config.experimental.enable_tensor_float_32_execution": "Use jax.default_matmul_precision.",
@@ -87,6 +90,8 @@ HINTS = {
     "random.stateless_normal": "Use jax.random.normal with jax.random.key(seed).",
     "random.experimental": "Use keras.random.SeedGenerator, or jax.random with a key.",
     "random": "Use keras.random or jax.random.",
+    "math.reduce_euclidean_norm": "Use keras.ops.norm.",
+    "timestamp": "Use time.time().",
     "linalg.band_part": "Use jax.numpy.triu and tril.",
     "linalg": "Use keras.ops.linalg or jax.numpy.linalg.",
     "signal": "Use keras.ops (fft, stft) or jax.scipy.signal.",

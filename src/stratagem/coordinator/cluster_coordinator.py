@@ -18,8 +18,8 @@ from stratagem.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from stratagem.coordinator.plans import Call, Plan, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.coordinator.scheduled import Scheduled
-from stratagem.coordinator.state import Terms
 from stratagem.coordinator.tallies import Tallies
+from stratagem.coordinator.terms import AHEAD_SECONDS, Terms
 from stratagem.data.dealt import DealtDataset, DealtIterator
 from stratagem.strategies.parameter_server import (
     HYBRID,
@@ -27,7 +27,6 @@ from stratagem.strategies.parameter_server import (
 )
 
 _OPEN_SECONDS = 300.0
-_AHEAD_SECONDS = 0.02  # of work that a worker has in hand, where closures are short
 _lock = threading.Lock()
 
 
@@ -249,7 +248,7 @@ def _terms(strategy: ParameterServerStrategy) -> Terms:
     said = strategy.consistency
     consistency = rule(said.mode, said.max_staleness, said.backup_workers)
     seconds = strategy.snapshot_seconds if strategy.state_dir else math.inf
-    return Terms(consistency=consistency, snapshot_seconds=seconds, ahead=_AHEAD_SECONDS)
+    return Terms(consistency=consistency, snapshot_seconds=seconds, ahead=AHEAD_SECONDS)
 
 
 def _checked(fn: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[tuple[Any, ...], Any]]:

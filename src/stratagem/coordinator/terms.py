@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from stratagem.coordinator.consistency import Asynchronous, Consistency
 
+AHEAD_SECONDS = 0.02
+"""Of work that a worker of a `ClusterCoordinator` has in hand, where closures are short."""
+
 
 @dataclass(frozen=True)
 class Terms:

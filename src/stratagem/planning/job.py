@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from stratagem.coordinator.instructions import (
     Instruction,
     Resolve,
 )
-from stratagem.coordinator.state import State, Terms
+from stratagem.coordinator.state import State
+from stratagem.coordinator.terms import AHEAD_SECONDS, Terms
 from stratagem.planning.machines import Serving
 from stratagem.planning.servers import (
     COORDINATOR,
@@ -95,6 +97,11 @@ class _Task:
     times: list[float] = field(default_factory=list)
 
 
+def terms(rule: Consistency) -> Terms:
+    """What the coordinator of a job may do, without snapshots, which are not in the model."""
+    return Terms(consistency=rule, snapshot_seconds=math.inf, ahead=AHEAD_SECONDS)
+
+
 class Job:
     """The events of a job, in order.
 
@@ -120,7 +127,7 @@ class Job:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._others = 0  # events besides ticks
-        self._state = State(Terms(consistency=rule), 0.0)
+        self._state = State(terms(rule), 0.0)
         self._hybrid = isinstance(rule, Synchronous) and rule.hybrid
         self._coordinator = Line()
         # By its slowest server a step is bound; of the others only what reaches the worker matters.

@@ -12,6 +12,8 @@ from stratagem.planning.topology import Topology
 
 MOST = 1 << 16  # devices, to which the curves go
 WORTH = 1.5  # doubling the devices pays while it brings this much more rows a second
+OPERATIONS, MEMORY, KERNELS = "operations", "memory traffic", "kernels"
+_TOO_LARGE = "RESOURCE_EXHAUSTED"  # as compilers say it
 _CLEARLY = 1.05
 _GATHER_SHARE = 0.5  # an all-gather is the second half of an all-reduce
 
@@ -22,13 +24,17 @@ class Step:
 
     Attributes:
         devices: how many.
-        compute: of one device, by the roofline.
+        compute: of one device, by the roofline and for each kernel.
+        kernels: of it, what the kernels take however small they are.
+        limit: what most of it is: "operations", "memory traffic" or "kernels".
         reduce: of all collectives; not hidden behind computing.
         input: of the batch's way to the devices, hidden behind the rest where that is longer.
     """
 
     devices: int
     compute: float
+    kernels: float
+    limit: str
     reduce: float
     input: float
 
@@ -39,10 +45,10 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """What takes longest: `"input"`, `"all-reduce"` or `"compute"`."""
+        """What takes longest: `"input"`, `"all-reduce"`, or the `limit` of computing."""
         if self.input > self.compute + self.reduce:
             return "input"
-        return "all-reduce" if self.reduce > self.compute else "compute"
+        return "all-reduce" if self.reduce > self.compute else self.limit
 
 
 @dataclass(frozen=True)
@@ -102,14 +108,21 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether a device's memory holds the step."""
-        return self.program.memory <= self.topology.machine.memory
+        refused = self.program.refused.startswith(_TOO_LARGE)
+        return not refused and self.program.memory <= self.topology.machine.memory
 
 
 def plan(program: Program, topology: Topology) -> Plan:
     """Predicts the step on the topology with every cross-device op, and how each scales."""
     counts = tuple(1 << k for k in range(MOST.bit_length()))
     here = {op: step(program, topology, topology.devices, op) for op in OPS}
-    steps = dict(sorted(here.items(), key=lambda item: _rank(item[0], item[1].seconds)))
+    fixed = topology.machine.kind == "tpu"  # TPUStrategy has no choice of ops
+    steps = dict(
+        sorted(
+            here.items(),
+            key=lambda item: (fixed and item[0] != PLATFORM, _rank(item[0], item[1].seconds)),
+        )
+    )
     scaling = tuple(_scaling(program, topology, counts, op) for op in steps)
     return Plan(topology, program, steps, scaling, _wins(scaling), _notes(program, topology))
 
@@ -126,9 +139,12 @@ def step(program: Program, topology: Topology, devices: int, op: str) -> Step:
     if levels:
         reduce = sum(OPS[op](own, n) for n in program.reduced(devices))
         reduce += sum(_GATHER_SHARE * platform(levels, devices * n) for n in program.gathers)
+    work, kernels, limit = _computing(program, machine, inside)
     return Step(
         devices,
-        compute(program, machine, inside),
+        work + kernels,
+        kernels,
+        limit,
         reduce,
         (inside if machine.shared else 1) * program.arguments / machine.host_bandwidth,
     )
@@ -147,12 +163,22 @@ def compute(program: Program, machine: Machine, inside: int = 1) -> float:
         machine: whose constants.
         inside: devices of the same machine, which matters where they share it.
     """
+    work, kernels, _ = _computing(program, machine, inside)
+    return work + kernels
+
+
+def _computing(program: Program, machine: Machine, inside: int) -> tuple[float, float, str]:
+    """Seconds by the roofline, those of kernels, and what is most of both together."""
     operations = sum(n / machine.flops(dtype) for dtype, n in program.operations.items())
     moved = program.bytes if program.compiled is None else program.compiled.bytes
     turns = inside if machine.shared else 1
     queue = max(1.0, turns / machine.shared) if machine.shared else 1.0
-    roofline = max(operations, moved / machine.memory_bandwidth)
-    return turns * roofline + queue * program.kernels * machine.kernel_seconds
+    memory = moved / machine.memory_bandwidth
+    work = turns * max(operations, memory)
+    kernels = queue * program.kernels * machine.kernel_seconds
+    if kernels > work:
+        return work, kernels, KERNELS
+    return work, kernels, OPERATIONS if operations > memory else MEMORY
 
 
 def _rank(op: str, seconds: float) -> float:
@@ -190,10 +216,15 @@ def _notes(program: Program, topology: Topology) -> tuple[str, ...]:
             f"The first step that the script ran, {program.caught}, writes no trainable variable: "
             "it does not train. Let the script train first."
         )
+    if program.refused:
+        notes.append(
+            "The compiler for these devices does not compile the step, so that the figures are "
+            f"estimates. It says: {program.refused}"
+        )
     if program.memory > machine.memory:
         notes.append(
-            f"The step does not fit: {program.memory / 1e9:.3g} GB on a device of "
-            f"{machine.memory / 1e9:.3g} GB. Take fewer rows a device, or a smaller type."
+            f"The step does not fit: {program.memory / 1e9:,.1f} GB on a device of "
+            f"{machine.memory / 1e9:,.1f} GB. Take fewer rows a device, or a smaller type."
         )
     if program.idle:
         notes.append(

@@ -16,7 +16,7 @@ class Compiled:
         name: of the compiler.
         arguments: bytes of state and arguments.
         outputs: bytes of results that are in no argument's place.
-        temporary: bytes of values in between.
+        temporary: bytes of values in between, and of the program itself.
         operations: as it counts them.
         bytes: read and written in device memory.
         all_reduces: in the compiled program.
@@ -60,6 +60,7 @@ class Program:
         writes: whether the step writes trainable variables.
         unknown: loops whose number of turns is not known; they count once.
         compiled: what a compiler says, where there is one.
+        refused: why the compiler that there is does not compile it; empty where it does.
     """
 
     caught: str
@@ -81,6 +82,7 @@ class Program:
     writes: bool = True
     unknown: int = 0
     compiled: Compiled | None = field(default=None)
+    refused: str = ""
 
     @property
     def memory(self) -> int:

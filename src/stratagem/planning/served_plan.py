@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ from stratagem.coordinator import consistency
 from stratagem.planning import served, servers, staleness
 from stratagem.planning.machines import Machine
 from stratagem.planning.served import Load, Served
-from stratagem.planning.servers import Costs
+from stratagem.planning.servers import COORDINATOR, Costs
 from stratagem.planning.staleness import Simulated
 
 _UNEVEN = 1.5  # of the mean, from which on the busiest server is worth a note
+_LITTLE = 1e8  # bytes of a server, up to which it does not matter how full others are
 _LARGE = 1e6  # bytes of a variable that is pulled whole, from which on it is worth a note
 _MOSTLY = 0.75
 _GIGA = 1e9
@@ -117,7 +119,8 @@ def plan(
         simulated=simulated,
         loads=loads,
         by_workers=tuple(
-            _point(costs, n, step.servers) for n in _numbers(max(2 * workers, 8), workers)
+            _point(costs, n, step.servers)
+            for n in _numbers(max(2 * workers, 8), workers, *_knee(costs, 2 * workers))
         ),
         by_servers=tuple(
             _point(servers.costs(step, machine, n), workers, n)
@@ -143,6 +146,12 @@ def _numbers(most: int, *others: int) -> list[int]:
         found.add(number)
         number *= 2
     return sorted(found)
+
+
+def _knee(costs: Costs, most: int) -> list[int]:
+    """The number of workers from which on more bring nothing, where it is below some number."""
+    whole = math.ceil(costs.saturates)
+    return [whole] if whole < most else []
 
 
 def _over_mean(sizes: list[float]) -> float:
@@ -171,11 +180,12 @@ def _notes(made: ServedPlan) -> tuple[str, ...]:
     fullest = max(load.held for load in made.loads)
     if fullest > machine.memory:
         notes.append(
-            f"The variables do not fit: {fullest / _GIGA:.3g} GB on a ps of "
-            f"{machine.memory / _GIGA:.3g} GB. Take more servers, with a partitioner."
+            f"The variables do not fit: {fullest / _GIGA:,.1f} GB on a ps of "
+            f"{machine.memory / _GIGA:,.1f} GB. Take more servers, with a partitioner."
         )
     traffic = _over_mean([load.pulled + load.asked + load.pushed for load in made.loads])
-    if len(made.loads) > 1 and max(made.balance, traffic) > _UNEVEN:
+    full = made.balance > _UNEVEN and fullest > _LITTLE
+    if len(made.loads) > 1 and (full or (traffic > _UNEVEN and costs.bound != COORDINATOR)):
         notes.append(
             f"The servers are not equal: one holds {made.balance:.1f} times the mean, one moves "
             f"{traffic:.1f} times the mean. {_even(made)}"
@@ -193,9 +203,14 @@ def _notes(made: ServedPlan) -> tuple[str, ...]:
             "than there will be: larger batches name the same rows more often. Say --table-rows."
         )
     if made.workers > costs.saturates:
+        instead = (
+            "and wait for work. Larger batches give the coordinator less to do."
+            if costs.bound == COORDINATOR
+            else "only staler gradients."
+        )
         notes.append(
-            f"From {costs.saturates:.1f} workers on, {costs.bound} is saturated: more workers "
-            "bring no more rows a second, only staler gradients."
+            f"From {costs.saturates:.1f} workers on, this is saturated: {costs.bound}. More "
+            f"workers bring no more rows a second, {instead}"
         )
     most = made.rule["max_staleness"]
     if most is not None and most < 2 * (made.workers - 1):

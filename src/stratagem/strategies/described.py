@@ -8,6 +8,8 @@ and asked for its memory, its operations and its collectives before the chips ar
         model = build()
     compiled = strategy.lower(model.train_step, (batch,)).compile()
     print(compiled.memory_analysis(), compiled.cost_analysis())
+
+Start such a program with JAX_PLATFORMS=cpu; see libtpu_stacks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from stratagem.cluster import TPUClusterResolver
+from stratagem.strategies import libtpu_stacks
 from stratagem.strategies.tpu import TPUStrategy
 
 
@@ -93,8 +96,10 @@ def describe_slice(topology: str) -> list[jax.Device]:
 
     Raises:
         ImportError: libtpu is not installed.
+        RuntimeError: another process has it.
         ValueError: libtpu knows no such slice.
     """
+    libtpu_stacks.fit()
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except RuntimeError as error:
@@ -102,6 +107,12 @@ def describe_slice(topology: str) -> list[jax.Device]:
             raise ImportError(
                 "DescribedTPUStrategy: expected the package libtpu, the compiler for TPUs. Got "
                 f"{error}. Run pip install 'jax[tpu]'; no TPU is needed."
+            ) from error
+        if "lockfile" in str(error):
+            raise RuntimeError(
+                "DescribedTPUStrategy: expected libtpu for this process alone. Got a lock that "
+                f"another one holds: {error}. Wait for its end; or, where none of both uses TPUs, "
+                "set ALLOW_MULTIPLE_LIBTPU_LOAD=1."
             ) from error
         raise ValueError(
             f"topology: expected a slice that libtpu knows, such as 'v5e:4x4', 'v5p:2x2x2' or "
