@@ -213,10 +213,11 @@ def share_compilations(writes: Callable[[], bool]) -> None:
             return
         hashed.update(_processor().encode())
 
-    def write(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
+    # `calls` are the program's calls into Python; from JAX 0.11 on it keeps such programs too.
+    def write(key: str, seconds: float, name: str, backend: Any, program: Any, *calls: Any) -> None:
         if _distributed.global_state.process_id == 0:
-            _write_first(key, seconds, name, backend, program, calls)
-        elif writes() and not calls:
+            _write_first(key, seconds, name, backend, program, *calls)
+        elif writes() and not any(calls):
             _compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
 
     _cache_key._hash_accelerator_config = hash_devices  # type: ignore[assignment]

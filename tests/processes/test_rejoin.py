@@ -71,8 +71,8 @@ def test_fit_goes_on_without_the_chief_and_its_replacement_takes_its_share(tmp_p
     check_fit(found)
     assert [result["found"] for result in found] == [[], [True], [True]]  # compiled ahead
     for who in ("worker 1", "worker 2"):
-        assert f"[{who}] WARNING:stratagem:worker 0 is lost: its connection closed." in output
-        assert f"[{who}] WARNING:stratagem:worker 0 joins. Going on with worker 0, w" in output
+        assert f"[{who}] worker 0 is lost: its connection closed." in output
+        assert f"[{who}] worker 0 joins. Going on with worker 0, w" in output
 
 
 @pytest.mark.slow
