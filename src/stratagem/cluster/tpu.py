@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem import config
-from stratagem.cluster import runtime
+from stratagem.cluster import runtime, tpu_metadata
 from stratagem.cluster.abstract import ClusterResolver
 from stratagem.cluster.gce import google_service
 from stratagem.cluster.simple import SimpleClusterResolver
@@ -40,7 +40,8 @@ class TPUClusterResolver(ClusterResolver):
         tpu: `"local"`, the TPUs of this machine; `"grpc://host:port"`, several with commas; or a
             name, which means this slice on a TPU VM, and is asked of the Cloud TPU API elsewhere.
             None or `""` looks for TPU_CONFIG, KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS, TPU_NAME,
-            TPU_PROCESS_ADDRESSES and TPU_WORKER_HOSTNAMES, in this order; else it is `"local"`.
+            TPU_PROCESS_ADDRESSES and TPU_WORKER_HOSTNAMES, in this order, then asks the metadata
+            server of a Cloud TPU VM; else it is `"local"`.
         zone: of the named TPU.
         project: of the named TPU.
         job_name: the job of the hosts.
@@ -181,7 +182,7 @@ class TPUClusterResolver(ClusterResolver):
         """The like of `"v5litepod-8"`, as a TPU VM or the API says it; None where neither does."""
         if self._node is not None:
             return self._node.accelerator_type()
-        return self._env.get(_TYPE)
+        return self._env.get(_TYPE, self._place.accelerator)
 
     @property
     def found(self) -> str:
@@ -198,6 +199,7 @@ class _Place:
         hosts: addresses with ports.
         name: of the TPU to ask the API for, else "".
         number: the place of this host among the hosts; 0 unless `numbered`.
+        accelerator: type of the slice, where that is said with the rest.
     """
 
     how: str
@@ -207,6 +209,7 @@ class _Place:
     project: str | None = None
     number: int = 0
     numbered: bool = False
+    accelerator: str | None = None
 
 
 def _find(tpu: str | None, env: Mapping[str, str]) -> _Place:
@@ -249,6 +252,12 @@ def _vm(env: Mapping[str, str]) -> _Place | None:
                 names = [f"{n.rpartition(':')[0]}:{_OWN_PORT + i}" for i, n in enumerate(names)]
             hosts = tuple(map(_address, names))
             return _Place(f"{variable}={text}", hosts, **_number(env))
+    said = tpu_metadata.read(env)
+    if text := said.get(tpu_metadata.ENDPOINTS, ""):
+        hosts = tuple(_address(host.strip()) for host in text.split(","))
+        number = {"TPU_WORKER_ID": said.get(tpu_metadata.NUMBER, "")}
+        how = f"{tpu_metadata.ENDPOINTS}={text} of the metadata server"
+        return _Place(how, hosts, accelerator=said.get(tpu_metadata.TYPE), **_number(number))
     return None
 
 
