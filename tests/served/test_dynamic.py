@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from concurrent.futures import Future
 
 import keras
 import numpy as np
@@ -141,15 +141,13 @@ def test_what_it_refuses(served):
 def test_a_server_that_was_lost_gets_its_rows_back(served, tmp_path, monkeypatch):
     monkeypatch.setenv("STRATAGEM_STATE_DIR", str(tmp_path))
     x, y = data()
-    strategy = served(1, 2, snapshot_seconds=0.3)
+    strategy = served(1, 2)
     model, table = served_model(strategy, keras.optimizers.Adagrad(0.1), initializer="uniform")
     model.fit(x, y, **KEPT)
     ids, rows = table.items()
-    deadline = time.monotonic() + 60
-    number = strategy.link.keeper.complete
-    while strategy.link.keeper.complete in (None, number):  # one that has all of it
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    written = Future()
+    strategy.link.snapshot(written.set_result)
+    assert written.result(60.0) is None
     strategy.cluster.stop("ps", 0)
     strategy.cluster.start("ps", 0)
     found, again = table.items()
