@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import stratagem  # before Keras
-
 # isort: split
 import keras
 import numpy as np
-from cases import ps_tasks
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cases"))
+import ps_tasks
+from ps_stratagem import strategy_on
 
 ROWS, BATCH, IDS, WIDTH, FIELDS = 100_000, 250, 20_000, 16, 8
 SNAPSHOT_SECONDS = 5.0
@@ -125,14 +126,7 @@ def train(seconds: float, epochs: int | None, every: float | None, seed: int) ->
         mock.patch.dict(os.environ, {"STRATAGEM_STATE_DIR": folder}),  # for the tasks too
         ps_tasks.running("ps_task_stratagem.py", PS, WORKERS) as (cluster, tasks),
     ):
-        strategy = stratagem.ParameterServerStrategy(
-            stratagem.cluster_resolver.SimpleClusterResolver(
-                stratagem.cluster_resolver.ClusterSpec(cluster)
-            ),
-            stratagem.experimental.partitioners.FixedShardsPartitioner(PS),
-            state_dir=folder,
-            snapshot_seconds=SNAPSHOT_SECONDS,
-        )
+        strategy = strategy_on(cluster, state_dir=folder, snapshot_seconds=SNAPSHOT_SECONDS)
         keras.utils.set_random_seed(seed)
         with strategy.scope():
             model = build()

@@ -34,24 +34,18 @@ import stratagem  # before Keras
 import keras
 import numpy as np
 import psutil
-from cases import ps_tasks
 
-CASES = Path(__file__).resolve().parent / "cases"
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cases"))
+import ps_tasks
+from ps_stratagem import strategy_on
+
+CASES = Path(ps_tasks.__file__).parent
 PARTS = ("scale", "init", "restore")
 SHAPES = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4))
 TASK = "ps_task_stratagem.py"
 STEPS, SAMPLES = 100, 3
 ROWS_4GB, WIDTH = 16_000_000, 64
 ROWS_RESTORED = 200_001  # divides by neither number of ps
-
-
-def strategy_on(cluster: dict[str, list[str]], **how: Any) -> Any:
-    """Tables are divided over all ps."""
-    resolver = stratagem.cluster_resolver.SimpleClusterResolver(
-        stratagem.cluster_resolver.ClusterSpec(cluster)
-    )
-    partitioner = stratagem.experimental.partitioners.FixedShardsPartitioner(len(cluster["ps"]))
-    return stratagem.ParameterServerStrategy(resolver, partitioner, **how)
 
 
 def scale(rounds: int, quick: bool = False) -> dict[str, Any]:

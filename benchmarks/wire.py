@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from pathlib import Path
@@ -27,11 +28,11 @@ import stratagem  # before Keras
 # isort: split
 import numpy as np
 import psutil
-from cases import ps_tasks
 
-with mock.patch("sys.path", [str(Path(__file__).resolve().parent / "cases"), *os.sys.path]):
-    import ps_problems
-    import ps_stratagem
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cases"))
+import ps_problems
+import ps_stratagem
+import ps_tasks
 
 PATHS = {"shared memory": "", "messages": "1"}
 RAW_BYTES, RAW_PIECE = 4 << 30, 1 << 20

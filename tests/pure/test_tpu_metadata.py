@@ -84,6 +84,11 @@ def test_other_machines_are_not_asked(machine, tmp_path):
     assert tpu_metadata.read(env) == {}
 
 
+def test_a_number_that_is_none(machine):
+    with pytest.raises(ValueError, match=r"agent-worker-number: expected the place.* Got 'one'"):
+        TPUClusterResolver(env=machine({**ONE, "agent-worker-number": "one"}))
+
+
 def test_a_server_that_fails_is_told(machine, caplog):
     assert TPUClusterResolver(env=machine(ONE, status=503)).cluster_spec().as_dict() == {}
     (record,) = caplog.records

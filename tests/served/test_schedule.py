@@ -9,6 +9,7 @@ import pytest
 
 import stratagem
 from stratagem.coordinator import CancelledError, ClusterCoordinator, PerWorkerValues
+from stratagem.errors import RemoteError
 
 
 @pytest.fixture
@@ -106,6 +107,35 @@ def test_short_closures_travel_together_each_with_its_own_result(pair):
     assert float(total.numpy()) == count * (count - 1) / 2
     members = coordinator.dispatcher._crew._members.values()
     assert sum(member.peer._next for member in members) < count / 2
+
+
+def test_short_closures_with_many_results(pair):
+    """As many as would not fit into one answer with those of others."""
+    _, coordinator = pair
+    coordinator.dispatcher._state._workers._ahead = 1e9  # all are short, however busy the machine
+
+    def many(x):
+        return [x + i for i in range(600)]
+
+    values = [coordinator.schedule(many, (np.float32(i),)) for i in range(40)]
+    assert [float(value.fetch()[599]) for value in values] == [599.0 + i for i in range(40)]
+
+
+def test_more_results_than_a_message_holds_are_an_error_and_the_worker_stays(pair, caplog):
+    _, coordinator = pair
+
+    def many(x):
+        return [x + i for i in range(5000)]
+
+    for _ in range(3):  # on each worker
+        with pytest.raises(RemoteError, match="at most 4096 arrays. Got 5000"):
+            coordinator.schedule(many, (np.float32(1),)).fetch()
+        with pytest.raises(RemoteError, match="at most 4096 arrays"):
+            coordinator.join()
+    assert float(coordinator.schedule(lambda: jnp.asarray(1.0)).fetch()) == 1.0
+    texts = [r.getMessage() for r in caplog.records]
+    assert len(texts) == 3
+    assert all("an answer could not be sent: Expected a message of at most" in t for t in texts)
 
 
 def test_each_worker_gets_its_own_value(pair):

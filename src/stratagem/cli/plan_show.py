@@ -127,11 +127,10 @@ def _ops(plan: Plan) -> Table:
 
 def _scaling(plan: Plan) -> Table:
     count = plan.program.rows_per_replica
-    rows = f"{count:,} row{'s' * (count != 1)}" if count else "the same work"
-    each = f"with {rows} on each"
+    work = f"{count:,} row{'s' * (count != 1)}" if count else "the same work"
     table = Table(
         "devices", *(f"{n:,}" for n in _COLUMNS), "pays to",
-        box=box.SIMPLE, title=f"rows a second and device, of one alone, {each}",
+        box=box.SIMPLE, title=f"rows a second and device, of one alone, with {work} on each",
         title_justify="left",
     )  # fmt: skip
     for scaling in plan.scaling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem import config
@@ -255,9 +255,9 @@ def _vm(env: Mapping[str, str]) -> _Place | None:
     said = tpu_metadata.read(env)
     if text := said.get(tpu_metadata.ENDPOINTS, ""):
         hosts = tuple(_address(host.strip()) for host in text.split(","))
-        number = {"TPU_WORKER_ID": said.get(tpu_metadata.NUMBER, "")}
         how = f"{tpu_metadata.ENDPOINTS}={text} of the metadata server"
-        return _Place(how, hosts, accelerator=said.get(tpu_metadata.TYPE), **_number(number))
+        number = _number(said, (tpu_metadata.NUMBER,))
+        return _Place(how, hosts, accelerator=said.get(tpu_metadata.TYPE), **number)
     return None
 
 
@@ -269,9 +269,9 @@ def _address(text: str) -> str:
     return text if ":" in text.rpartition("]")[2] else f"{text}:{_PORT}"
 
 
-def _number(env: Mapping[str, str]) -> dict[str, Any]:
-    for variable in _HOST_NUMBER:
-        if text := env.get(variable, "").strip():
+def _number(said: Mapping[str, str], names: Sequence[str] = _HOST_NUMBER) -> dict[str, Any]:
+    for variable in names:
+        if text := said.get(variable, "").strip():
             if not text.isdecimal():
                 raise ValueError(
                     f"{variable}: expected the place of this host in the slice, counted from 0. "

@@ -14,7 +14,7 @@ import numpy as np
 
 from stratagem.coordinator.presence import why_lost
 from stratagem.errors import PeerLostError, PeerTimeoutError
-from stratagem.transport.bundles import MOST_BYTES
+from stratagem.transport import several
 from stratagem.transport.message import Message
 
 _SETUP_SECONDS = 30.0
@@ -35,7 +35,6 @@ class Member:
         asked: whether it is being set up.
         has: the plans that it has.
         iterators: the iterators that it was told of.
-        waiting: closures that are to leave together.
     """
 
     def __init__(self, index: int, name: str, peer: Any):
@@ -44,7 +43,6 @@ class Member:
         self.asked = False
         self.has: set[int] = set()
         self.iterators: set[int] = set()
-        self.waiting: list[Run] = []
 
 
 class Run(NamedTuple):
@@ -96,7 +94,7 @@ class Crew:
         self._members: dict[str, Member] = {}
         self._iterators: dict[int, bytes] = {}
         self._openings: dict[int, Opening] = {}
-        self._waiting: dict[str, Member] = {}  # who is to be sent closures
+        self._waiting: dict[str, list[Run]] = {}  # what each is to be sent
         self._small: set[int] = set()  # families whose results were small the last time
 
     @property
@@ -180,44 +178,37 @@ class Crew:
             done: called with the incarnation that was asked, and the answer.
             together: how many may leave as one message.
         """
-        member = self._members[name]
-        run = Run(fields, arrays, functools.partial(done, member.up or ""))
-        if fields["family"] not in self._small or _large(arrays):
+        if fields["family"] not in self._small or not several.are_small(arrays):
             together = 1
         if together == 1:
-            self._send(member)
-        member.waiting.append(run)
-        self._waiting[name] = member
-        if len(member.waiting) >= together:
-            self._send(member)
+            self._leave(name)
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(Run(fields, arrays, functools.partial(done, self.incarnation(name))))
+        if len(waiting) >= together:
+            self._leave(name)
 
     def flush(self) -> None:
         """Sends the closures that wait for others."""
-        while self._waiting:
-            self._send(next(iter(self._waiting.values())))
+        for name in list(self._waiting):
+            self._leave(name)
 
-    def _send(self, member: Member) -> None:
-        self._waiting.pop(member.name, None)
-        runs, member.waiting = member.waiting, []
-        if not runs:
-            return
+    def _leave(self, name: str) -> None:
+        if runs := self._waiting.pop(name, None):
+            self._send(self._members[name].peer, runs)
+
+    def _send(self, peer: Any, runs: Sequence[Run]) -> None:
+        each, arrays = several.join((run.fields, run.arrays) for run in runs)
         try:
-            self._post(member, runs)
+            peer.post(
+                "run", {"each": each}, arrays, seconds=_CLOSURE_SECONDS,
+                done=functools.partial(self._answered, runs),
+            )  # fmt: skip
         except Exception as error:
             if len(runs) == 1:  # what cannot be sent will not be answered
                 runs[0].done(error)
                 return
             for run in runs:  # one of them is at fault
-                member.waiting = [run]
-                self._send(member)
-
-    def _post(self, member: Member, runs: Sequence[Run]) -> None:
-        fields = {"each": [{**run.fields, "arrays": len(run.arrays)} for run in runs]}
-        arrays = [array for run in runs for array in run.arrays]
-        member.peer.post(
-            "run", fields, arrays, seconds=_CLOSURE_SECONDS,
-            done=functools.partial(self._answered, runs),
-        )  # fmt: skip
+                self._send(peer, [run])
 
     def _answered(self, runs: Sequence[Run], answer: Message | Exception) -> None:
         """Gives each of some closures its part of the answer to all of them, or the error."""
@@ -225,21 +216,17 @@ class Crew:
             for run in runs:
                 run.done(answer)
             return
-        at = 0
-        for run, fields in zip(runs, answer.fields["each"], strict=True):
-            arrays = answer.arrays[at : at + fields["arrays"]]
-            at += len(arrays)
-            if _large(arrays):
-                self._small.discard(run.fields["family"])
-            else:
-                self._small.add(run.fields["family"])
+        each = several.split(answer.fields["each"], answer.arrays)
+        for run, (fields, arrays) in zip(runs, each, strict=True):
+            note = self._small.add if several.are_small(arrays) else self._small.discard
+            note(run.fields["family"])
             run.done(Message("ran", fields, arrays))
 
     def cancel(self, name: str, closure: int) -> None:
         """Tells a worker that it need not begin a closure."""
         member = self._members.get(name)
         if member is not None and member.up is not None:
-            self._send(member)  # it may be among these
+            self._leave(name)  # it may be among these
             member.peer.post("cancel", {"closure": closure}, seconds=_SETUP_SECONDS)
 
     def opened(self, number: int, seconds: float) -> Any:
@@ -338,7 +325,3 @@ class Crew:
     def _refused(self, member: Member, answer: Message | Exception) -> None:
         if isinstance(answer, Exception):
             self.lost(member.name, str(answer))
-
-
-def _large(arrays: Sequence[np.ndarray]) -> bool:
-    return sum(array.nbytes for array in arrays) > MOST_BYTES

@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from stratagem.transport import several
 from stratagem.transport.message import Message
 
 Reply = Callable[[Message], None]
@@ -32,9 +33,8 @@ class Replies:
         self._each[number] = answer
         self._left -= 1
         if not self._left:
-            fields = [{**one.fields, "arrays": len(one.arrays)} for one in self._each]
-            arrays = tuple(array for one in self._each for array in one.arrays)
-            self._answer(self._request, Message("ran", {"each": fields}, arrays))
+            each, arrays = several.join((one.fields, one.arrays) for one in self._each)
+            self._answer(self._request, Message("ran", {"each": each}, tuple(arrays)))
 
 
 def outcome(what: str, arrays: Sequence[np.ndarray] = (), **fields: Any) -> Message:

@@ -20,13 +20,14 @@ import numpy as np
 
 from stratagem.coordinator.per_worker import Elements, Ended, Taken, variant_key
 from stratagem.coordinator.replies import Replies, Reply, as_array, failure, outcome
-from stratagem.errors import NotReadyError
+from stratagem.errors import MalformedMessageError, NotReadyError
 from stratagem.parameter_server.client import Item, Pending, Pushed, Servers
 from stratagem.parameter_server.link import OUT_OF_REACH
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.parameter_server.rounds import weighed
 from stratagem.step.parts import Parts
 from stratagem.step.runner import Runner
+from stratagem.transport import several
 from stratagem.transport.hub import Hub
 from stratagem.transport.message import Message
 
@@ -67,11 +68,7 @@ class Worker:
                 self._rung = False
                 with self._hub.together():
                     while self._answers:
-                        request, answer = self._answers.popleft()
-                        if isinstance(answer, Message):
-                            request.answer(answer)
-                        else:
-                            request.fail(answer)
+                        self._reply(*self._answers.popleft())
             self._hub.turn(0.0)  # sends the answer to what ended it
         finally:
             self._computer.put(None)
@@ -92,6 +89,15 @@ class Worker:
             return Message("cancelled", {}, ())
         self._computer.put(request)
         return None
+
+    def _reply(self, request: Any, answer: Message | BaseException) -> None:
+        if not isinstance(answer, Message):
+            request.fail(answer)
+            return
+        try:
+            request.answer(answer)
+        except MalformedMessageError as error:  # the coordinator was told instead
+            _log.warning("%s: an answer could not be sent: %s", self._hub.name, error)
 
     def _answer(self, request: Any, answer: Message | BaseException) -> None:
         self._answers.append((request, answer))
@@ -236,14 +242,13 @@ class _Computer:
 
     def _run(self, request: Any) -> None:
         """Closures that came together, in their order; their answers leave together, too."""
-        replies, at = Replies(request, self._answer), 0
-        for number, fields in enumerate(request.fields["each"]):
-            end = at + fields["arrays"]
+        replies = Replies(request, self._answer)
+        each = several.split(request.fields["each"], request.arrays)
+        for number, (fields, arguments) in enumerate(each):
             reply = functools.partial(replies.put, number)
-            answer = self._one(fields, request.arrays[at:end], reply)
+            answer = self._one(fields, arguments, reply)
             if answer is not None:
                 reply(answer)
-            at = end
 
     def _one(
         self, fields: Mapping[str, Any], arguments: Sequence[np.ndarray], reply: Reply

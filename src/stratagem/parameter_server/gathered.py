@@ -10,12 +10,11 @@ import numpy as np
 
 from stratagem.errors import MalformedMessageError
 from stratagem.parameter_server.pending import as_raised
-from stratagem.transport.bundles import MOST_BYTES
+from stratagem.transport import several
 from stratagem.transport.message import Message
 from stratagem.transport.outgoing import Ticket, remote_error
 
 _MOST = 64  # pushes of a request
-_PLACES = 1024  # arrays of a request
 
 Send = Callable[[int, Mapping[str, Any], Sequence[np.ndarray]], Ticket]
 
@@ -71,9 +70,7 @@ class Gathered:
     def __init__(self, send: Send):
         self._send = send
         self._wait = False
-        self._each: dict[int, list[dict[str, Any]]] = {}
-        self._arrays: dict[int, list[np.ndarray]] = {}
-        self._parts: dict[int, list[Part]] = {}
+        self._waiting: dict[int, list[tuple[Part, dict[str, Any], Sequence[np.ndarray]]]] = {}
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -87,31 +84,30 @@ class Gathered:
 
     def add(self, server: int, fields: dict[str, Any], arrays: Sequence[np.ndarray]) -> Part:
         """A push to a server; its arrays are named by their place among them."""
-        large = sum(array.nbytes for array in arrays) > MOST_BYTES
-        if large or len(self._arrays.get(server, ())) + len(arrays) > _PLACES:
+        small = several.are_small(arrays)
+        if not small:
             self._leave(server)
-        each = self._each.setdefault(server, [])
-        part = Part(len(each))
-        each.append({**fields, "arrays": len(arrays)})
-        self._arrays.setdefault(server, []).extend(arrays)
-        self._parts.setdefault(server, []).append(part)
-        if large or not self._wait or len(each) >= _MOST:
+        waiting = self._waiting.setdefault(server, [])
+        part = Part(len(waiting))
+        waiting.append((part, fields, arrays))
+        if not (small and self._wait) or len(waiting) >= _MOST:
             self._leave(server)
         return part
 
     def flush(self) -> None:
         """Sends all that waits."""
-        for server in list(self._each):
+        for server in list(self._waiting):
             self._leave(server)
 
     def _leave(self, server: int) -> None:
-        if (each := self._each.pop(server, None)) is None:
+        waiting = self._waiting.pop(server, [])
+        if not waiting:
             return
-        arrays, parts = self._arrays.pop(server), self._parts.pop(server)
+        each, arrays = several.join((fields, mine) for _, fields, mine in waiting)
         ticket = error = None
         try:
             ticket = self._send(server, {"each": each}, arrays)
         except Exception as e:  # it is told to each that is in it, who may not be who sends
             error = e
-        for part in parts:
+        for part, _, _ in waiting:
             part.of(ticket, error)

@@ -8,6 +8,7 @@ that stay in the processor's cache.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -272,11 +273,10 @@ class _Scratch:
         if dtype is None or size < _SMALL:
             return None
         free = self._free.setdefault(dtype, [])
-        try:
+        base = None
+        with contextlib.suppress(IndexError):  # another thread may have had the last one
             base = free.pop()
-        except IndexError:
-            base = np.empty(max(size, _CHUNK), dtype)
-        if base.size < size:
+        if base is None or base.size < size:
             base = np.empty(max(size, _CHUNK), dtype)
         lent = base[:size]
         self._lent[id(lent)] = base
