@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import stratagem  # noqa: F401  before Keras, whose backend it chooses
+
 # isort: split
 import keras
 import numpy as np
