@@ -30,7 +30,7 @@ from stratagem.parameter_server import cut
 from stratagem.parameter_server.plan import Spec
 from stratagem.planning.program import Program
 from stratagem.planning.served import SIZES, Load, Served, Table
-from stratagem.step import apart, counting
+from stratagem.step import apart, counting, worker_part
 from stratagem.step.parts import Parts
 from stratagem.step.runner import distinct
 from stratagem.strategies import PlannedServers
@@ -119,7 +119,7 @@ def replaced(
         seen: gets what is noted on the way.
         rows: of each worker; 0 for what the script gives.
     """
-    find, divide, ship = Plans.find, apart.divide, apart.ship
+    find, divide, ship = Plans.find, apart.divide, worker_part.ship
 
     def catch(self: Plans, fn: Any, args: Any, kwargs: Any) -> Any:
         seen.given = seen.given or _rows((args, kwargs))
@@ -132,7 +132,8 @@ def replaced(
 
     def note(program: Any, homes: Any, local: Any = ()) -> Parts:
         seen.program, seen.shipped = program, []
-        return divide(program, homes, local)
+        # What a worker does beside its program is counted as if it were in it.
+        return divide(program, homes, local, by_lookup=False)
 
     def noted(function: Callable[..., Any], inputs: Sequence[Any]) -> bytes:
         seen.shipped.append((function, inputs))
@@ -143,7 +144,7 @@ def replaced(
         for owner, name, new in (
             (Plans, "find", catch),
             (apart, "divide", note),
-            (apart, "ship", noted),
+            (worker_part, "ship", noted),
             (ClusterCoordinator, "_begin", begin),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))

@@ -299,6 +299,7 @@ class _Computer:
                 [w.padded for w in wanted],
             )
             whole, rows, versions = pulled.whole, pulled.rows, pulled.versions
+            self._answer_pushed()  # so that the next closure is here when this one is done
         results, local, handed = runner.compute(
             whole, rows, wanted, arguments, given, variant.zeros
         )

@@ -16,31 +16,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Literal
 
 from stratagem.parameter_server.rows import ROWS
 from stratagem.parameter_server.whole import WholeProgram
 from stratagem.step import primitives
-from stratagem.step.flatten import Equation, aval_of, flatten
+from stratagem.step.by_lookup import ByLookup
+from stratagem.step.flatten import Equation, flatten
 from stratagem.step.flow import Flow, Home, is_elementwise
 from stratagem.step.fuse import needed
-from stratagem.step.given import CLOSURE, given_of, is_seed, own_seed, refuse_inner_given
+from stratagem.step.given import given_of, is_seed, refuse_inner_given
 from stratagem.step.ids import row_number_p
 from stratagem.step.lower import perform
-from stratagem.step.parts import Given, Parts, Push, Table, Unit
+from stratagem.step.parts import Parts, Push, Sum, Table, Unit
 from stratagem.step.program import read_all, variables_of, write_all
-from stratagem.step.ship import ship, symbols
+from stratagem.step.ship import ship
 from stratagem.step.tables import ByRow, NotByRowError
 from stratagem.step.trace import Program
 from stratagem.step.units import Update, uid_of, updates
+from stratagem.step.worker_part import Local, WorkerPart
 
 _log = logging.getLogger("stratagem")
 _warned: set[str] = set()
 _MEGABYTE = 1e6
 
 
-def divide(program: Program, homes: Callable[[Any], Home], local: Sequence[Any] = ()) -> Parts:
+def divide(
+    program: Program, homes: Callable[[Any], Home], local: Sequence[Any] = (),
+    by_lookup: bool | None = None,
+) -> Parts:  # fmt: skip
     """Divides a step between a worker and the parameter servers.
 
     Only rows that a closure looked up are updated in variables that are pulled by row, weight
@@ -50,18 +53,21 @@ def divide(program: Program, homes: Callable[[Any], Home], local: Sequence[Any] 
         program: traced under a strategy with `served`, its gradients resolved.
         homes: where a variable lives; not called for those in `local`.
         local: variables whose values the caller passes and gets back (metrics), in this order.
+        by_lookup: whether the worker looks rows up beside its program where it can; None: on CPU.
+            Where accelerators compute, rows go there once, however many lookups got them.
 
     Raises:
         ValueError: an update is not elementwise and its variable is sharded; or the step calls
             back into Python.
     """
-    return _Division(program, homes, local).parts()
+    if by_lookup is None:
+        by_lookup = jax.default_backend() == "cpu"
+    return _Division(program, homes, local).parts(by_lookup)
 
 
 class _Division:
     def __init__(self, program: Program, homes: Callable[[Any], Home], local: Sequence[Any]):
         self.program = program
-        self.local = list(local)
         own = {id(v) for v in local}
         self.variables = program.variables
         self.homes = [None if id(v) in own else homes(v) for v in self.variables]
@@ -72,12 +78,19 @@ class _Division:
         self.results = outs[: program.num_outputs]
         self.new = new = dict(zip(program.written, outs[program.num_outputs :], strict=True))
         position = {id(v): i for i, v in enumerate(self.variables)}
-        self.lent = [position.get(id(v)) for v in self.local]
-        self.returned = [None if i is None else new.get(i, self.flow.state[i]) for i in self.lent]
+        places = [position.get(id(v)) for v in local]
+        self.local = [
+            Local(
+                tuple(v.shape), jnp.dtype(v._dtype), i,
+                None if i is None else new.get(i, self.flow.state[i]),
+            )
+            for v, i in zip(local, places, strict=True)
+        ]  # fmt: skip
         written = {i: atom for i, atom in new.items() if self.homes[i] is not None}
         self.updates = updates(self.flow, written)
         # Variable, whether its first element alone, table whose rows it shall have.
         self.handed: dict[tuple[Any, bool, int | None], int] = {}  # in order, with its number
+        self.sums: dict[tuple[Any, int], Sum] = {}  # in order
         self._refuse_sharded()
 
     def _refuse_sharded(self) -> None:
@@ -94,9 +107,9 @@ class _Division:
                     "constraint over whole weights, or a partitioner that leaves it on one server."
                 )
 
-    def parts(self) -> Parts:
+    def parts(self, by_lookup: bool) -> Parts:
         flow = self.flow
-        returned = [a for a in self.returned if a is not None]
+        returned = [one.new for one in self.local if one.new is not None]
         wanted = [*self.results, *returned, *(h.var for u in self.updates for h in u.handed)]
         eqns = needed(flow.eqns, wanted)
         read = {v for e in eqns for v in variables_of(e.invars)} | set(variables_of(wanted))
@@ -111,10 +124,12 @@ class _Division:
         lookups = [(t, k) for t in by_row.tables for k in by_row.lookups[t]]
         numbers = list(dict.fromkeys(k.ids for _, k in lookups))
         number_of = {v: i for i, v in enumerate(numbers)}
-        tables = tuple(self._table(by_row, t, number_of) for t in by_row.tables)
+        found = self._by_lookup(by_row, by_lookup)
+        worker = WorkerPart(flow, self.variables, given, by_row, found)
+        tables = tuple(self._table(worker, t, number_of) for t in by_row.tables)
         units = [self._unit(u) for u in self.updates]
         pushes = tuple(
-            self._push(u, unit, table, by_row)
+            self._push(u, unit, table, worker)
             for u, unit, table in zip(self.updates, units, by_row.pushed, strict=True)
         )
         return Parts(
@@ -123,10 +138,11 @@ class _Division:
             given=tuple(g for g, _ in given),
             local=len(self.local),
             results=len(self.results),
+            sums=tuple(self.sums.values()),
             pushes=pushes,
             units=tuple(units),
-            ids=self._ship_ids(numbers, given) if tables else b"",
-            compute=self._ship_compute(whole, by_row, given),
+            ids=worker.ship_ids(numbers) if tables else b"",
+            compute=worker.ship_compute(whole, self.results, self.local, list(self.handed)),
             out_tree=self.program.out_tree,
             out_leaves=self.program.out_leaves,
         )
@@ -174,6 +190,19 @@ class _Division:
                 return found
             tables = [t for t in tables if t not in unused]
 
+    def _by_lookup(self, by_row: ByRow, wish: bool) -> ByLookup:
+        wanted = []
+        refused = set() if wish else set(by_row.tables)
+        for update, table in zip(self.updates, by_row.pushed, strict=True):
+            if table is None:
+                continue
+            for h in update.handed:
+                if h.var in by_row.values and not h.first:
+                    wanted.append((h.var, table))
+                elif h.kind == ROWS or h.var in by_row.values:
+                    refused.add(table)
+        return ByLookup(self.flow, by_row, wanted, refused)
+
     def _warn(self, index: int, why: str) -> None:
         variable = self.variables[index]
         self._refuse_dynamic(index, why)
@@ -189,9 +218,9 @@ class _Division:
             why,
         )
 
-    def _table(self, by_row: ByRow, index: int, number_of: dict[Any, int]) -> Table:
+    def _table(self, worker: WorkerPart, index: int, number_of: dict[Any, int]) -> Table:
         aval = self.flow.state[index].aval
-        lookups = by_row.lookups[index]
+        lookups = worker.by_row.lookups[index]
         return Table(
             self._vid(index),
             self.variables[index].path,
@@ -201,6 +230,7 @@ class _Division:
             tuple(number_of[k.ids] for k in lookups),
             tuple(k.clip for k in lookups),
             self._servers(index),
+            index in worker.by_lookup.tables,
         )
 
     def _refuse_dynamic(self, index: int, why: str) -> None:
@@ -250,109 +280,28 @@ class _Division:
 
         return ship(run, [_spec(v.aval) for v in inputs])
 
-    def _push(self, update: Update, unit: Unit, table: int | None, by_row: ByRow) -> Push:
+    def _push(self, update: Update, unit: Unit, table: int | None, worker: WorkerPart) -> Push:
         handed = []
+        by_row = worker.by_row
         for h in update.handed:
+            if table is not None and (h.var, table) in worker.by_lookup.totals:
+                handed.append(("sum", self._sum(h.var, table, worker)))
+                continue
             rows = h.kind == ROWS and not h.first and h.var not in by_row.values
-            key = h.var, h.first, table if rows else None
-            handed.append((h.kind, self.handed.setdefault(key, len(self.handed))))
+            handed.append((h.kind, self._number(h.var, h.first, table if rows else None)))
         return Push(unit.uid, None if table is None else by_row.tables.index(table), tuple(handed))
 
-    # The worker's programs.
+    def _number(self, v: Any, first: bool = False, table: int | None = None) -> int:
+        """That of a value which the worker's program returns for updates."""
+        return self.handed.setdefault((v, first, table), len(self.handed))
 
-    def _arguments(self) -> Sequence[Any]:
-        return self.flow.jaxpr.invars[len(self.variables) :]
-
-    def _ship_ids(self, numbers: Sequence[Any], given: Sequence[tuple[Given, list[Any]]]) -> bytes:
-        flow = self.flow
-        eqns = needed(flow.eqns, numbers, effects=False)
-        # Ids of tables without a preset size go to the worker as they are.
-        operands = {
-            v: flow.producer[v].invars[0]
-            for v in numbers
-            if v in flow.producer and flow.producer[v].primitive is row_number_p
-        }
-
-        def run(*args: Any) -> list[Any]:
-            env = dict(flow.consts)
-            taken = iter(args)
-            write_all(env, self._arguments(), [next(taken) for _ in self._arguments()])
-            for _, binders in given:
-                value = next(taken)
-                env.update(dict.fromkeys(binders, value))
-            for eqn in eqns:
-                if eqn.primitive not in (primitives.given_p, row_number_p):
-                    write_all(env, eqn.outvars, perform(eqn, read_all(env, eqn.invars)))
-            found = read_all(env, [operands.get(v, v) for v in numbers])
-            return [x if v in operands else x[..., 0] for v, x in zip(numbers, found, strict=True)]
-
-        return ship(run, self._inputs(given))
-
-    def _inputs(self, given: Sequence[tuple[Given, list[Any]]]) -> list[Any]:
-        arguments = [_spec(v.aval) for v in self._arguments()]
-        return arguments + [jax.ShapeDtypeStruct(g.shape, np.dtype(g.dtype)) for g, _ in given]
-
-    def _ship_compute(
-        self, whole: Sequence[int], by_row: ByRow, given: Sequence[tuple[Given, list[Any]]]
-    ) -> bytes:
-        flow, tables = self.flow, by_row.tables
-        keys = [(t, k.ids) for t in tables for k in by_row.lookups[t]]
-        dims = symbols(len(tables))
-        lent_spec = [jax.ShapeDtypeStruct(tuple(v.shape), jnp.dtype(v._dtype)) for v in self.local]
-        inputs = [
-            *(_spec(flow.state[i].aval) for i in whole),
-            *(
-                jax.ShapeDtypeStruct((u, *flow.state[t].aval.shape[1:]), flow.state[t].aval.dtype)
-                for t, u in zip(tables, dims, strict=True)
-            ),
-            *(jax.ShapeDtypeStruct(ids.aval.shape[:-1], jnp.int32) for _, ids in keys),
-            *self._inputs(given),
-            *lent_spec,
-        ]
-
-        def run(*args: Any) -> list[Any]:
-            taken = iter(args)
-            env = dict(flow.consts)
-            write_all(env, [flow.state[i] for i in whole], [next(taken) for _ in whole])
-            rows = {t: next(taken) for t in tables}
-            positions = {key: next(taken)[..., None] for key in keys}
-            write_all(env, self._arguments(), [next(taken) for _ in self._arguments()])
-            closure: Any = None
-            for g, binders in given:
-                value = next(taken)
-                closure = value if g.kind == CLOSURE else closure
-                env.update(dict.fromkeys(binders, value))
-            lent = list(taken)
-            for i, value in zip(self.lent, lent, strict=True):
-                if i is not None:
-                    env[flow.state[i]] = value
-            for i in whole:
-                if is_seed(self.variables[i]):
-                    env[flow.state[i]] = own_seed(env[flow.state[i]], closure)
-            by_row.run(env, rows, positions)
-            returned = [
-                value if atom is None else read_all(env, [atom])[0]
-                for atom, value in zip(self.returned, lent, strict=True)
-            ]
-            results = [
-                _as(v, a) for v, a in zip(read_all(env, self.results), self.results, strict=True)
-            ]
-            returned = [jnp.asarray(v, s.dtype) for v, s in zip(returned, lent_spec, strict=True)]
-            handed = [
-                _first(env[v], first) if t is None else by_row.along(v, env, rows[t].shape[0])
-                for v, first, t in self.handed
-            ]
-            return [*results, *returned, *handed]
-
-        return ship(run, inputs)
-
-
-def _first(value: Any, first: bool) -> Any:
-    return jnp.ravel(value)[0] if first else value
-
-
-def _as(value: Any, atom: Any) -> Any:
-    return jnp.asarray(value, aval_of(atom).dtype) if isinstance(atom, Literal) else value
+    def _sum(self, v: Any, table: int, worker: WorkerPart) -> int:
+        """That of a sum."""
+        if (v, table) not in self.sums:
+            ids = [k.ids for k in worker.by_row.lookups[table]]
+            terms = [(self._number(g), ids.index(i)) for g, i in worker.by_lookup.totals[v, table]]
+            self.sums[v, table] = Sum(worker.by_row.tables.index(table), tuple(terms))
+        return list(self.sums).index((v, table))
 
 
 def _spec(aval: Any) -> jax.ShapeDtypeStruct:

@@ -41,6 +41,8 @@ class Table:
         clip: for each lookup, whether numbers outside mean the first or last row.
         servers: of a table without a preset size, on how many servers its ids are; else 0. Its
             lookups are operands of `step.ids.row_number_p`.
+        by_lookup: the compute program takes the rows that each lookup got, `[*lookup, *row]`,
+            instead of the pulled rows and positions in them.
     """
 
     vid: int
@@ -51,6 +53,22 @@ class Table:
     lookups: tuple[int, ...]
     clip: tuple[bool, ...]
     servers: int = 0
+    by_lookup: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A gradient of a table's pulled rows, which the worker adds up itself.
+
+    Attributes:
+        table: position in `Parts.tables`.
+        terms: the number among the handed values of the gradients of a lookup, `[..., *row]`, and
+            its position among the table's. Each is of one row number, or of as many that follow
+            each other as fit.
+    """
+
+    table: int
+    terms: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +79,8 @@ class Push:
         uid: the unit.
         table: position in `Parts.tables` of the table whose rows are touched, None for all rows.
         handed: for each input of the update its kind ("scalar", "rows", "whole"), and its number
-            among the handed values.
+            among the handed values; of kind "sum" it is handed as "rows", and its number is that
+            among `Parts.sums`.
     """
 
     uid: str
@@ -98,12 +117,14 @@ class Parts:
         given: values that the worker puts in.
         local: how many values the caller passes besides the arguments, and gets back.
         results: how many results the step has, without those.
+        sums: gradients of rows that the worker adds up.
         pushes: what is pushed, and to which units.
         units: what the servers must know before the first push.
         ids: serialised program: `(*arguments, *given) -> row numbers [lookups]`; empty without
             tables.
-        compute: serialised program: `(*whole, *rows, *positions, *arguments, *given, *local) ->
-            (*results, *local, *handed)`.
+        compute: serialised program: `(*whole, *rows, *lookups, *arguments, *given, *local) ->
+            (*results, *local, *handed)`. Rows are those of tables that are not `by_lookup`;
+            lookups are, table by table, positions in them, or what the lookup got.
         out_tree: structure of the function's result; not on the wire.
         out_leaves: as of `Program`; not on the wire.
     """
@@ -113,6 +134,7 @@ class Parts:
     given: tuple[Given, ...]
     local: int
     results: int
+    sums: tuple[Sum, ...]
     pushes: tuple[Push, ...]
     units: tuple[Unit, ...]
     ids: bytes
@@ -134,6 +156,7 @@ class Parts:
             "given": [_plain(g) for g in self.given],
             "local": self.local,
             "results": self.results,
+            "sums": [_plain(s) for s in self.sums],
             "pushes": [_plain(p) for p in self.pushes],
         }, [self.ids, self.compute]
 
@@ -156,6 +179,7 @@ class Parts:
                 tuple(Given(**_tuples(g)) for g in data["given"]),
                 int(data["local"]),
                 int(data["results"]),
+                tuple(Sum(**_tuples(s)) for s in data["sums"]),
                 tuple(Push(**_tuples(p)) for p in data["pushes"]),
                 (),
                 ids,

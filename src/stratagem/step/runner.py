@@ -10,7 +10,8 @@ import numpy as np
 
 from stratagem.parameter_server.tables import in_order
 from stratagem.step.ids import whole as whole_ids
-from stratagem.step.parts import Parts, Table
+from stratagem.step.lookups import added, taken
+from stratagem.step.parts import Parts, Sum, Table
 from stratagem.step.ship import unship
 
 # A part of the rows, by which later batches may need more before another shape is compiled.
@@ -28,7 +29,7 @@ class Wanted:
     Attributes:
         ids: int64 `[n]`, sorted, distinct.
         positions: for each lookup, where in `ids` its row numbers are, int32.
-        padded: how many rows the program is given, at least n; those beyond are zero.
+        padded: how many rows are pulled, at least n; those beyond are zero.
     """
 
     ids: np.ndarray
@@ -97,6 +98,8 @@ class Runner:
         """The rows of a table, with where each lookup's are among them."""
         parts = np.split(where, np.cumsum([n.size for n in own])[:-1])
         positions = tuple(w.reshape(n.shape) for w, n in zip(parts, own, strict=True))
+        if self.parts.tables[index].by_lookup:
+            return Wanted(ids, positions, len(ids))
         # Few shapes are compiled: what was once needed is kept.
         self._padded[index] = max(self._padded[index], rows)
         return Wanted(ids, positions, self._padded[index])
@@ -118,8 +121,10 @@ class Runner:
         Returns:
             Results, new local values, and what is handed to the updates. Read-only.
         """
-        positions = [p for w in wanted for p in w.positions]
-        inputs = (*whole, *rows, *positions, *arguments, *given, *local)
+        tables = list(zip(self.parts.tables, rows, wanted, strict=True))
+        kept = [r for t, r, _ in tables if not t.by_lookup]
+        looked_up = [taken(r, p) if t.by_lookup else p for t, r, w in tables for p in w.positions]
+        inputs = (*whole, *kept, *looked_up, *arguments, *given, *local)
         values = self._constant
         if values is None or inputs:
             values = [np.asarray(v) for v in self._compute(*inputs)]
@@ -129,20 +134,36 @@ class Runner:
 
     def items(self, handed: Sequence[np.ndarray], wanted: Sequence[Wanted]) -> list[dict[str, Any]]:
         """What to push: for each unit `uid`, `rows` (ids, or None for all), and `handed` pairs."""
+        sums = [self._sum(s, handed, wanted[s.table]) for s in self.parts.sums]
         return [
             {
                 "uid": push.uid,
                 "rows": None if push.table is None else wanted[push.table].ids,
-                "handed": [
-                    (kind, _cut(handed[i], kind, push.table, wanted)) for kind, i in push.handed
-                ],
+                "handed": [_handed(handed, *h, push.table, sums, wanted) for h in push.handed],
             }
             for push in self.parts.pushes
         ]
 
+    def _sum(self, about: Sum, handed: Sequence[np.ndarray], wanted: Wanted) -> np.ndarray:
+        row = self.parts.tables[about.table].shape
+        total, *others = (
+            added(handed[g], wanted.positions[k], len(wanted.ids), row) for g, k in about.terms
+        )
+        for other in others:
+            np.add(total, other, out=total)
+        return total
 
-def _cut(value: np.ndarray, kind: str, table: int | None, wanted: Sequence[Wanted]) -> np.ndarray:
-    return value if table is None or kind == "scalar" else value[: len(wanted[table].ids)]
+
+def _handed(
+    handed: Sequence[np.ndarray], kind: str, number: int, table: int | None,
+    sums: Sequence[np.ndarray], wanted: Sequence[Wanted],
+) -> tuple[str, np.ndarray]:  # fmt: skip
+    if kind == "sum":
+        return "rows", sums[number]
+    value = handed[number]
+    if table is None or kind == "scalar":
+        return kind, value
+    return kind, value[: len(wanted[table].ids)]
 
 
 def bucket(count: int) -> int:

@@ -9,7 +9,7 @@ the rows that were pulled, `[u, ...]`; what is known of the other rows is one nu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,9 +105,9 @@ class ByRow:
         self.pushed = [self._choose(values, members) for values, members in handed]
 
     def _refusal(self, v: Any, why: str) -> NotByRowError:
-        return NotByRowError(self._table(v), why)
+        return NotByRowError(self.table(v), why)
 
-    def _table(self, v: Any) -> int:
+    def table(self, v: Any) -> int:
         """The table whose rows a value has."""
         return min(self._owner.of(v))
 
@@ -185,7 +185,7 @@ class ByRow:
             return None
         if not gathers_rows(eqn) or isinstance(ids, Literal) or ids not in self._free:
             return None
-        table = self._table(eqn.invars[0])
+        table = self.table(eqn.invars[0])
         lookup = Lookup(ids, eqn.params["mode"] == lax.GatherScatterMode.CLIP)
         if lookup not in self.lookups[table]:
             self.lookups[table].append(lookup)
@@ -274,33 +274,37 @@ class ByRow:
         own = self._owner.of(found[0]) & set(members)
         if own:
             self._owner.choose(found[0], min(own))
-        return self._table(found[0])
+        return self.table(found[0])
 
     # Running it.
 
     def run(
-        self, env: dict[Any, Any], rows: Mapping[int, Any], positions: Mapping[tuple[int, Any], Any]
-    ) -> None:
+        self, env: dict[Any, Any], rows: Mapping[int, Any],
+        positions: Mapping[tuple[int, Any], Any], left: Container[int] = (),
+    ) -> None:  # fmt: skip
         """Computes the worker's part.
 
         Args:
             env: values of the program's inputs; those of all equations are added.
             rows: for each table the pulled rows `[u, ...]`.
             positions: for each table and lookup, where in those rows the row numbers are.
+            left: identities of equations that are left out.
         """
-        for t in self.tables:
-            env[self.flow.state[t]] = rows[t]
+        for t, value in rows.items():
+            env[self.flow.state[t]] = value
         for eqn in self.eqns:
+            if id(eqn) in left:
+                continue
             name = eqn.primitive.name
             of = next((v for v in variables_of(eqn.invars) if v in self.values), None)
             out: Any = eqn.outvars[0] if eqn.outvars else None
             if of is None and (out is None or out not in self.values):
                 write_all(env, eqn.outvars, perform(eqn, read_all(env, eqn.invars)))
             elif name == "gather":
-                where = positions[self._table(of), eqn.invars[1]]
+                where = positions[self.table(of), eqn.invars[1]]
                 env[out] = gather(eqn, env[of], where)
             elif name == "scatter-add":
-                table = self._table(out)
+                table = self.table(out)
                 updates = read_all(env, eqn.invars[2:])[0]
                 zeros = jnp.zeros((rows[table].shape[0], *out.aval.shape[1:]), out.aval.dtype)
                 start = zeros if of is None else env[of]

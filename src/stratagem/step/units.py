@@ -195,8 +195,31 @@ def _fewer(
     if len([v for v in back if _is_array(flow, v)]) < len(arrays):
         chosen.update((id(e), e) for e in deeper)
         arrays = set(back)
+    for v in list(arrays):
+        changes, source = _arrived(flow, v)
+        chosen.update((id(e), e) for e in changes)
+        arrays.remove(v)
+        arrays.add(source)
+        rest.update(u for e in changes for u in variables_of(e.invars) if not _is_array(flow, u))
     found = sorted({*arrays, *rest}, key=lambda v: _place(flow, v))
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
+
+
+def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
+    """A gradient as it arrived, and what becomes of it with numbers that all workers have.
+
+    As a learning rate: the server multiplies rows in its cache, which the worker would take out of
+    its memory again for that. In a round it is done with the mean, as on one device.
+    """
+    found: list[Equation] = []
+    while (eqn := flow.producer.get(v)) is not None and v in flow.met and is_elementwise(eqn):
+        arrays = [u for u in variables_of(eqn.invars) if _is_array(flow, u)]
+        others = [u for u in variables_of(eqn.invars) if not _is_array(flow, u)]
+        if len(arrays) != 1 or any(u in flow.met or u in flow.data for u in others):
+            break
+        found.append(eqn)
+        v = arrays[0]
+    return found, v
 
 
 def _is_array(flow: Flow, v: Any) -> bool:

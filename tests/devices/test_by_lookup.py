@@ -1,0 +1,142 @@
+"""Tables whose rows a worker looks up and adds up itself, beside its compiled program."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import export
+from keras import layers
+
+from devices import served
+from devices.served import Job, compare, train_step
+from devices.test_apart_tables import BATCHES, MODELS, ROWS, WIDTH, model_of
+from stratagem.step.apart import divide
+from stratagem.step.lookups import added, taken
+
+opt = keras.optimizers
+IDS, Y = BATCHES[0]
+
+
+def inputs_of(job):
+    """Shapes of what a worker's program takes, and returns."""
+    program = export.deserialize(bytearray(job.parts.compute))
+    return [a.shape for a in program.in_avals], [a.shape for a in program.out_avals]
+
+
+def job_of(make, rule, name):
+    return Job(train_step((model_of(make, name), rule)), IDS, Y)
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "shared", "masked", "take", "ops", "index", "single", "clip", "negative"]
+)
+def test_a_program_of_lookups_alone_has_one_shape(name):
+    make, rule = MODELS[name]
+    job = job_of(make, rule() if name != "take" else opt.Adagrad(0.1), f"by_{name}")
+    (table,) = job.parts.tables
+    assert table.by_lookup
+    shapes, _ = inputs_of(job)
+    assert all(isinstance(n, int) for shape in shapes for n in shape)
+    compare(job, BATCHES, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (MODELS["scaled"][0], lambda: opt.SGD(0.1)),  # the table changes before it is looked up
+        (MODELS["one"][0], lambda: opt.SGD(0.1, clipnorm=0.05)),  # a norm of all rows
+        (lambda ids: layers.Embedding(ROWS, WIDTH, dtype="mixed_bfloat16")(ids), opt.SGD),
+    ],
+)
+def test_what_needs_the_rows_gets_them(make, rule):
+    job = job_of(make, rule(), "rows")
+    (table,) = job.parts.tables
+    assert not table.by_lookup
+    assert not job.parts.sums
+    shapes, _ = inputs_of(job)
+    assert any(not isinstance(n, int) for shape in shapes for n in shape)
+
+
+def test_the_gradient_of_a_sum_is_handed_once_for_all_that_it_adds():
+    def summed(ids):
+        return layers.Reshape((1, WIDTH))(layers.Lambda(lambda x: x.sum(1))(MODELS["one"][0](ids)))
+
+    job = job_of(summed, opt.SGD(0.1), "summed")
+    ((number, lookup),) = job.parts.sums[0].terms
+    assert lookup == 0
+    _, shapes = inputs_of(job)
+    assert shapes[job.parts.results + job.parts.local + number] == (len(IDS), WIDTH)
+    compare(job, BATCHES)
+
+
+def test_both_ways_compute_the_same(monkeypatch):
+    jobs = []
+    for by_lookup in (True, False):
+        monkeypatch.setattr(served, "divide", functools.partial(divide, by_lookup=by_lookup))
+        keras.utils.set_random_seed(1)
+        jobs.append(job_of(MODELS["shared"][0], opt.SGD(0.1), "both"))
+    assert [job.parts.tables[0].by_lookup for job in jobs] == [True, False]
+    for ids, y in BATCHES:
+        for job in jobs:
+            job(ids, y)
+    for a, b in zip(*(job.state.values() for job in jobs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@given(st.data())
+def test_sums_are_those_of_a_loop(data):
+    count = data.draw(st.integers(1, 9))
+    lead, each = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
+    row = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
+    dtype = data.draw(st.sampled_from(["float32", "float64"]))
+    places = st.lists(st.integers(0, count - 1), min_size=lead * each, max_size=lead * each)
+    where = np.asarray(data.draw(places), np.int32).reshape(lead, each)
+    random = np.random.default_rng(lead)
+    full = random.normal(size=(lead, each, *row)).astype(dtype)
+    once = full[:, 0]
+    for gradients, spread in ((full, full), (once, np.repeat(once[:, None], each, 1))):
+        expected = np.zeros((count, *row), dtype)
+        for place, gradient in zip(where.reshape(-1), spread.reshape(-1, *row), strict=True):
+            expected[place] += gradient
+        found = added(gradients, where, count, row)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4), (2, 0)])
+@pytest.mark.parametrize("row", [(), (5,), (2, 3)])
+def test_looked_up_rows_lie_where_xla_reads_them(shape, row):
+    rows = np.random.default_rng(0).normal(size=(6, *row)).astype("float32")
+    where = np.random.default_rng(1).integers(0, 6, shape).astype("int32")
+    found = taken(rows, where)
+    np.testing.assert_array_equal(found, rows[where])
+    assert not found.size or found.ctypes.data % 64 == 0
+
+
+def test_no_rows_at_all():
+    empty = np.zeros((0, 4), "int32")
+    assert taken(np.zeros((0, 3), "float32"), empty).shape == (0, 4, 3)
+    assert added(np.zeros((0, 4, 3), "float32"), empty, 0, (3,)).shape == (0, 3)
+
+
+def test_what_all_workers_have_is_applied_where_the_rows_are():
+    def steps(rule, name):
+        job = job_of(MODELS["one"][0], rule, name)
+        (push,) = [p for p in job.parts.pushes if p.table is not None]
+        (program,) = [u.program for u in job.parts.units if u.uid == push.uid]
+        return [step[0] for step in program["steps"]], [kind for kind, _ in push.handed]
+
+    assert steps(opt.SGD(0.1), "rate") == (["mul", "sub"], ["scalar", "sum"])
+    names, kinds = steps(opt.SGD(0.1, clipvalue=0.01), "clipped")
+    assert names[-2:] == ["mul", "sub"]
+    assert {"max", "min"} & set(names) or "clamp" in names
+    assert kinds == ["scalar", "sum"]
+    # A factor of this worker's own data stays with it: another one has another.
+    names, kinds = steps(opt.SGD(0.1, global_clipnorm=0.05), "by norm")
+    assert kinds.count("rows") == 1
+    assert names.count("mul") <= 1
