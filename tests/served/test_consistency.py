@@ -110,6 +110,24 @@ def test_a_loss_that_is_divided_by_part_says_so(served, caplog, mode, count):
     assert caplog.text.count("gradients are weighed by rows: where parts have not") == count
 
 
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "count"),
+    [
+        ("synchronous", keras.optimizers.SGD(0.1, global_clipnorm=0.1), 1),
+        ("hybrid", keras.optimizers.SGD(0.1, clipnorm=0.1), 1),
+        ("synchronous", keras.optimizers.SGD(0.1, clipvalue=0.1), 0),
+        ("asynchronous", keras.optimizers.SGD(0.1, clipnorm=0.1), 0),
+    ],
+)
+def test_gradients_that_are_clipped_by_norm_say_so(served, caplog, mode, optimizer, count):
+    strategy = served(2, 1, consistency=mode)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(optimizer=type(optimizer).from_config(optimizer.get_config()), loss="mse")
+    model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=40, epochs=2, verbose=0)
+    assert caplog.text.count("Each worker clips those of its own part") == count
+
+
 def test_backup_workers(served):
     """A round does not wait for the last; what is dropped is counted."""
     coordinator, losses = trained(served, consistency="synchronous", backup_workers=1)

@@ -70,14 +70,23 @@ def test_one_worker_is_one_device(served, name):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6, err_msg=theirs.path)
 
 
-def test_synchronous_training_is_one_device(served):
+IN_STEP = {
+    "sgd": OPTIMIZERS["sgd"],
+    # Of the mean gradient, and not of each worker's own.
+    "clipped": lambda: keras.optimizers.SGD(0.1, clipvalue=0.003),
+    "lion": lambda: keras.optimizers.Lion(0.001),
+}
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_synchronous_training_is_one_device(served, name):
     """Two workers in step: one update of the joint batch."""
     arguments = {"epochs": 2, "batch_size": 16}
-    expected, history = on_one_device(OPTIMIZERS["sgd"], **arguments)
+    expected, history = on_one_device(IN_STEP[name], **arguments)
     strategy = served(2, 2, consistency="synchronous")
     x, y = data()
     with strategy.scope():
-        model = make_model(OPTIMIZERS["sgd"]())
+        model = make_model(IN_STEP[name]())
     found = model.fit(x, y, verbose=0, shuffle=False, **arguments).history
     for key, values in history.items():
         np.testing.assert_allclose(found[key], values, rtol=1e-4, atol=1e-6, err_msg=key)

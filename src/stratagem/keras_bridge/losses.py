@@ -7,26 +7,17 @@ by rows afterwards, so only what is not a mean over rows needs a correction here
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from keras import ops
 
 from stratagem import _keras, context
+from stratagem.keras_bridge import of_parts
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import primitives
 
 _MEANS = ("sum_over_batch_size", "mean")
-
-# What was warned of, where a worker's part of a batch is traced; None elsewhere.
-_warned: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
-    "stratagem_warned", default=None
-)
-_log = logging.getLogger("stratagem")
 
 
 def install() -> None:
@@ -35,29 +26,13 @@ def install() -> None:
     wrap(_keras.loss_module, "apply_mask", _apply_mask)
 
 
-@contextlib.contextmanager
-def of_a_part(warned: set[str] | None) -> Iterator[None]:
-    """In the body a training step is traced whose gradients meet others, weighed by rows.
-
-    Args:
-        warned: what was warned of so far; None for a step of a whole batch.
-    """
-    token = _warned.set(warned)
-    try:
-        yield
-    finally:
-        _warned.reset(token)
-
-
 def _warn_of_parts() -> None:
-    warned = _warned.get()
-    if warned is not None and "divisor" not in warned:
-        warned.add("divisor")
-        _log.warning(
-            "The loss is divided by what a mask leaves, or by the sum of weights. Each worker "
-            "divides by that of its own part of the batch, and gradients are weighed by rows: "
-            "where parts have not equally much, that is not quite the step of one device."
-        )
+    of_parts.warn(
+        "divisor",
+        "The loss is divided by what a mask leaves, or by the sum of weights. Each worker divides "
+        "by that of its own part of the batch, and gradients are weighed by rows: where parts have "
+        "not equally much, that is not quite the step of one device.",
+    )
 
 
 def _reduce_values(

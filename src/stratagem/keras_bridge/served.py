@@ -21,7 +21,7 @@ from stratagem.coordinator.plans import Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
-from stratagem.keras_bridge import losses
+from stratagem.keras_bridge import of_parts
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
 from stratagem.keras_bridge.state import state_groups, traced_step
@@ -151,7 +151,7 @@ class ServedStep:
 
     def _step(self, batch: Any) -> Any:
         """What is traced."""
-        with losses.of_a_part(self._warned):
+        with of_parts.traced(self._warned):
             return traced_step(self._model, self._kind, self._groups, batch)
 
     def _done(self, value: RemoteValue) -> None:

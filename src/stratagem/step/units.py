@@ -195,12 +195,13 @@ def _fewer(
     if len([v for v in back if _is_array(flow, v)]) < len(arrays):
         chosen.update((id(e), e) for e in deeper)
         arrays = set(back)
-    for v in list(arrays):
+    for v in [*arrays, *rest]:
         changes, source = _arrived(flow, v)
         chosen.update((id(e), e) for e in changes)
-        arrays.remove(v)
-        arrays.add(source)
-        rest.update(u for e in changes for u in variables_of(e.invars) if not _is_array(flow, u))
+        of = arrays if v in arrays else rest
+        of.remove(v)
+        of.add(source)
+        rest.update(u for e in changes for u in variables_of(e.invars) if u not in flow.met)
     found = sorted({*arrays, *rest}, key=lambda v: _place(flow, v))
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
 
@@ -212,14 +213,18 @@ def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
     its memory again for that. In a round it is done with the mean, as on one device.
     """
     found: list[Equation] = []
-    while (eqn := flow.producer.get(v)) is not None and v in flow.met and is_elementwise(eqn):
-        arrays = [u for u in variables_of(eqn.invars) if _is_array(flow, u)]
-        others = [u for u in variables_of(eqn.invars) if not _is_array(flow, u)]
-        if len(arrays) != 1 or any(u in flow.met or u in flow.data for u in others):
+    source = v
+    while (eqn := flow.producer.get(source)) is not None and is_elementwise(eqn):
+        operands = variables_of(eqn.invars)
+        met = [u for u in operands if u in flow.met]
+        others = [u for u in operands if u not in flow.met]
+        if len(met) != 1 or any(u in flow.data or _is_array(flow, u) for u in others):
             break
         found.append(eqn)
-        v = arrays[0]
-    return found, v
+        source = met[0]
+    # Of numbers that are made of gradients, as a norm, each worker has its own.
+    whole = _is_array(flow, source) or (eqn is not None and is_arrival(eqn))
+    return (found, source) if whole else ([], v)
 
 
 def _is_array(flow: Flow, v: Any) -> bool:
