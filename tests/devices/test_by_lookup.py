@@ -15,11 +15,17 @@ from keras import layers
 from devices import served
 from devices.served import Job, compare, train_step
 from devices.test_apart_tables import BATCHES, MODELS, ROWS, WIDTH, model_of
+from stratagem.step import by_lookup
 from stratagem.step.apart import divide
 from stratagem.step.lookups import added, taken
 
 opt = keras.optimizers
 IDS, Y = BATCHES[0]
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch):
+    monkeypatch.setattr(by_lookup, "_LEAST", 0)
 
 
 def inputs_of(job):
@@ -74,10 +80,18 @@ def test_the_gradient_of_a_sum_is_handed_once_for_all_that_it_adds():
     compare(job, BATCHES)
 
 
+def test_small_lookups_stay_in_the_program(monkeypatch):
+    size = IDS.size * WIDTH
+    for least, beside in ((size, True), (size + 1, False)):
+        monkeypatch.setattr(by_lookup, "_LEAST", least)
+        (table,) = job_of(MODELS["one"][0], opt.SGD(0.1), f"least_{least}").parts.tables
+        assert table.by_lookup == beside
+
+
 def test_both_ways_compute_the_same(monkeypatch):
     jobs = []
-    for by_lookup in (True, False):
-        monkeypatch.setattr(served, "divide", functools.partial(divide, by_lookup=by_lookup))
+    for beside in (True, False):
+        monkeypatch.setattr(served, "divide", functools.partial(divide, by_lookup=beside))
         keras.utils.set_random_seed(1)
         jobs.append(job_of(MODELS["shared"][0], opt.SGD(0.1), "both"))
     assert [job.parts.tables[0].by_lookup for job in jobs] == [True, False]

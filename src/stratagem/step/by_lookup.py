@@ -1,6 +1,6 @@
 """Tables whose rows a worker looks up, and whose gradients it adds up, beside its compiled program.
 
-XLA's gather and scatter-add for CPU take several times as long as NumPy's `take`, and a product
+For large lookups XLA's gather and scatter-add on CPU take longer than NumPy's `take`, and a product
 with a sparse matrix of ones; and a program without arrays of pulled rows has one shape, however
 many rows a batch needs. So the program gets what each lookup gets, and returns the gradients of
 that; this says for which tables that is all there is to it.
@@ -19,6 +19,9 @@ from stratagem.step.program import variables_of
 from stratagem.step.tables import ByRow
 
 _SUMMED = ("float32", "float64")  # dtypes that SciPy adds up as XLA does, one after the other
+# Elements of all lookups of a table in a step, from where on it pays: each table costs some 90 us
+# more, each element 1 to 2 ns less (two cores, a worker alone).
+_LEAST = 1 << 16
 _PASSES = ("mark", "copy", "copy_p", "stop_gradient")
 
 
@@ -68,7 +71,8 @@ class ByLookup:
                 found[eqn.outvars[0]] = table, eqn.invars[1]
                 explained.add(id(eqn))
         totals = {(v, table): self._terms(v, own, explained) for v in wanted}
-        if met == explained and all(totals.values()):
+        size = sum(v.aval.size for v in found)
+        if met == explained and all(totals.values()) and size >= _LEAST:
             self.tables.add(table)
             self.totals.update(totals)
             self.left |= met
