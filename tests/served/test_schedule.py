@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.coordinator import CancelledError, ClusterCoordinator, PerWorkerValues
+from stratagem.coordinator import CancelledError, ClusterCoordinator, PerWorkerValues, worker
+from stratagem.coordinator.terms import Terms
 from stratagem.errors import RemoteError
 
 
@@ -267,3 +268,25 @@ def test_the_tape_and_an_optimizer(pair):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     np.testing.assert_allclose(weight, w, rtol=1e-6)
     assert int(optimizer.iterations.numpy()) == 3
+
+
+def test_workers_keep_the_programs_that_are_used(served, monkeypatch):
+    """Of models that are gone none stays for ever; what is needed again is asked for again."""
+    monkeypatch.setattr(worker, "_KEPT", 2)
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    (computer,) = [
+        p._computer for job, p in strategy.cluster.programs.items() if job[0] == "worker"
+    ]
+    functions = [lambda x, k=k: x + k for k in range(5)]
+    for _ in range(2):
+        found = [coordinator.schedule(f, args=(np.float32(1),)).fetch() for f in functions]
+        assert found == [1, 2, 3, 4, 5]
+        assert len(computer._families) == 2
+    before = list(computer._families)
+    coordinator.schedule(functions[3], args=(np.float32(1),)).fetch()
+    assert list(computer._families) == before[::-1]  # the other one would go next
+
+
+def test_a_worker_keeps_more_programs_than_it_has_closures_in_hand():
+    assert worker._KEPT > Terms().short_depth

@@ -165,6 +165,10 @@ class Crew:
             )  # fmt: skip
             member.has.add(plan.number)
 
+    def lacks(self, name: str) -> None:
+        """A worker lacks a plan that it may have had: it keeps those that it used last."""
+        self._members[name].has.clear()
+
     def run(
         self, name: str, fields: dict[str, Any], arrays: Sequence[np.ndarray], done: Done,
         together: int = 1,

@@ -33,6 +33,8 @@ from stratagem.transport.message import Message
 
 _PULL_SECONDS = 30.0
 _TURN_SECONDS = 0.5
+# Functions whose programs stay; it asks for others again. More than it has in hand at a time.
+_KEPT = 64
 _SLICE_SECONDS = 0.001  # for which closures are done before answers are looked for
 
 _log = logging.getLogger("stratagem")
@@ -219,9 +221,13 @@ class _Computer:
             self._specs[spec.vid] = spec
         if self._servers is not None:
             self._servers.know(self._specs.values())
-        parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
         variants = self._families.setdefault(fields["family"], {})
-        variants[fields["variant"]] = _Variant(fields, parts)
+        known = variants.get(fields["variant"])
+        if known is None or known.plan != fields["plan"]:
+            parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
+            variants[fields["variant"]] = _Variant(fields, parts)
+        while len(self._families) > _KEPT:  # the one that was not used for longest
+            del self._families[next(iter(self._families))]
         return Message("planned", {}, ())
 
     def _iterator(self, request: Any) -> Message:
@@ -276,9 +282,10 @@ class _Computer:
         servers = self._servers
         if servers is None:
             raise NotReadyError("Expected a setup before a closure. Got none. Connect anew.")
-        variants = self._families.get(fields["family"], {})
-        if not variants:
+        variants = self._families.pop(fields["family"], None)
+        if variants is None:
             return outcome("needs-program", specs=None)
+        self._families[fields["family"]] = variants  # last, as the latest in use
         for position, turn in next(iter(variants.values())).elements:
             taken.take(position, turn, fields["at"])
         variant = variants.get(variant_key(taken.arrays))
