@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from stratagem.errors import BackupError, CorruptBackupError
-from stratagem.parameter_server import carry, initial, table_calls
+from stratagem.parameter_server import carry, initial, snapshot, table_calls, table_cut
 from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.plan import Placement, Unit
 from stratagem.parameter_server.policy import Policy
@@ -117,6 +119,27 @@ def test_a_snapshot_on_any_number_of_servers(tmp_path, servers):
     other.closure = 10
     other.push(many[150:])  # they had been seen once
     assert other.items()[0] == sorted(many)
+
+
+def test_a_snapshot_is_the_table_when_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_cut, "_PIECE_BYTES", 24 * 7)
+    job = Job(1, tmp_path, max_rows=40, when_full="evict")
+    job.push(range(40))
+    before = [job.items(spec) for spec in job.specs]
+    ids = itertools.count(5, 5)
+    for wait in snapshot.taking(job.servers[0].store, tmp_path, 1, "job", 0):
+        if wait is not None:
+            wait.result()
+        first = next(ids)
+        job.push(range(first, first + 9))  # later ones take the place of others
+    assert job.items()[0] != before[0][0]
+    other = Job(1, tmp_path, start=False)
+    other.client.restore(1, other.specs, [other.unit])
+    for (ids, rows), spec in zip(before, other.specs, strict=True):
+        found = other.items(spec)
+        assert found[0] == ids
+        np.testing.assert_array_equal(found[1], rows)
+    job.client.snapshot(2, 0)  # the first one has let go of the table
 
 
 def test_a_damaged_snapshot(tmp_path):

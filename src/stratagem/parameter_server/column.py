@@ -24,14 +24,14 @@ class Column:
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.row_shape, self.dtype = tuple(shape), dtype
-        self._row_bytes = math.prod(self.row_shape) * dtype.itemsize
+        self.row_bytes = math.prod(self.row_shape) * dtype.itemsize
         self._memory = mmap.mmap(-1, mmap.PAGESIZE, flags=_FLAGS)
         self._room = 0
 
     @property
     def block(self) -> Block:
         """All the room, to be changed in place; `reserve` raises BufferError while it is kept."""
-        memory = np.frombuffer(self._memory, np.uint8)[: self._room * self._row_bytes]
+        memory = np.frombuffer(self._memory, np.uint8)[: self._room * self.row_bytes]
         return Block(memory.view(self.dtype).reshape(self._room, *self.row_shape))
 
     def reserve(self, size: int) -> None:
@@ -42,8 +42,8 @@ class Column:
         """
         if size <= self._room:
             return
-        room = max(size, self._room + self._room // 2, _FIRST_BYTES // max(1, self._row_bytes))
-        nbytes = max(mmap.PAGESIZE, room * self._row_bytes)
+        room = max(size, self._room + self._room // 2, _FIRST_BYTES // max(1, self.row_bytes))
+        nbytes = max(mmap.PAGESIZE, room * self.row_bytes)
         try:
             with contextlib.suppress(SystemError):  # no mremap, as on macOS
                 self._memory.resize(nbytes)

@@ -68,18 +68,39 @@ class DynamicTable:
 
     Times are those of one clock that only the caller knows: seconds, or steps. It should go on
     where it was when a job is started again; `Piece` carries times of it.
+
+    Attributes:
+        columns: values of rows, by variable.
+        before_write: called with numbers of rows before what they hold changes.
     """
 
     def __init__(self, name: str, policy: Policy | None = None) -> None:
         self.name, self.policy, self.counts = name, policy or Policy(), Counts()
         self._index = IdIndex()
         self._touched = np.empty(0, np.float64)  # by row
-        self._columns: dict[Hashable, Column] = {}
+        self.columns: dict[Hashable, Column] = {}
+        self.before_write: Callable[[np.ndarray], None] | None = None
         self._first: dict[Hashable, First] = {}
         self._seen = Candidates()
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def numbers(self) -> np.ndarray:
+        """The rows in use, ascending."""
+        return self._index.numbers()
+
+    def ids(self, rows: np.ndarray) -> np.ndarray:
+        """Whose rows they are, of rows in use."""
+        return self._index.ids(rows)
+
+    def touched(self, rows: np.ndarray) -> np.ndarray:
+        """When rows were last used."""
+        return self._touched[rows]
+
+    def seen(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids without a row yet, how often each occurred, and when last; copies."""
+        return self._seen.content()
 
     def add_column(self, vid: Hashable, shape: Sequence[int], dtype: Any, first: First) -> None:
         """Gives every row, also those that are there, a value of one more variable.
@@ -90,16 +111,16 @@ class DynamicTable:
             dtype: of the values.
             first: ids `[n]` to the initial values of their rows, `[n, *shape]` of the dtype.
         """
-        if vid in self._columns:
+        if vid in self.columns:
             raise ValueError(
                 f"Expected a variable that dynamic table {self.name!r} does not have. Got "
                 f"{vid!r} again. Add each variable once."
             )
-        self._columns[vid] = Column(tuple(shape), dtype_of(dtype))
+        self.columns[vid] = Column(tuple(shape), dtype_of(dtype))
         self._first[vid] = first
         rows = self._index.numbers()
-        self._columns[vid].reserve(max(1, self._index.end))
-        self._columns[vid].put(rows, first(self._index.ids(rows)))
+        self.columns[vid].reserve(max(1, self._index.end))
+        self.columns[vid].put(rows, first(self._index.ids(rows)))
 
     def rows_of(
         self, ids: np.ndarray, *, now: float, create: bool = True, times: Any = 1
@@ -152,27 +173,10 @@ class DynamicTable:
         """
         absent = rows < 0
         if not absent.any():
-            return self._columns[vid].take(rows)
-        values = self._columns[vid].take(np.where(absent, 0, rows))
+            return self.columns[vid].take(rows)
+        values = self.columns[vid].take(np.where(absent, 0, rows))
         values[absent] = self._first[vid](ids[absent])
         return values
-
-    def put(self, vid: Hashable, rows: np.ndarray, values: np.ndarray) -> None:
-        """Writes `[n, *shape]` of the dtype to rows that are there.
-
-        Raises:
-            ValueError: values are others, or a row is -1.
-        """
-        column = self._columns[vid]
-        wanted = (len(rows), *column.row_shape)
-        if (values.shape, values.dtype) != (wanted, column.dtype) or (rows < 0).any():
-            raise ValueError(
-                f"Expected {column.dtype} of shape {wanted} for rows of dynamic table "
-                f"{self.name!r} that are there. Got {values.dtype} of shape {values.shape} for "
-                f"{(rows < 0).sum()} absent and {(rows >= 0).sum()} other rows. Write to what "
-                "rows_of made."
-            )
-        column.put(rows, values)
 
     def update(
         self,
@@ -201,7 +205,7 @@ class DynamicTable:
             ValueError: ids are not ascending and distinct int64, or the program takes others.
         """
         _check_ids(ids)
-        wanted = (len(ids), *self._columns[vids[0]].row_shape)
+        wanted = (len(ids), *self.columns[vids[0]].row_shape)
         kinds = program.handed
         found = [v.shape for kind, v in zip(kinds, handed, strict=True) if kind == ROWS]
         if any(shape != wanted for shape in found):
@@ -219,7 +223,8 @@ class DynamicTable:
                 for kind, value in zip(kinds, handed, strict=True)
             ]
         if applied:
-            update(program, [self._columns[vid].block for vid in vids], rows, handed)
+            self._announce(rows)
+            update(program, [self.columns[vid].block for vid in vids], rows, handed)
             self._touch(rows, now)
         self.counts.dropped += len(ids) - applied
         return applied
@@ -245,14 +250,14 @@ class DynamicTable:
         """
         numbers = self._index.numbers()
         numbers = numbers[_order(self._index.ids(numbers), buckets)]
-        seen = self._seen.content()
+        seen = self.seen()
         order = _order(seen[0], buckets)
         for start in range(0, max(len(numbers), len(order)), rows):
             part, also = numbers[start : start + rows], order[start : start + rows]
             yield Piece(
                 self._index.ids(part),
                 self._touched[part],
-                {vid: column.take(part) for vid, column in self._columns.items()},
+                {vid: column.take(part) for vid, column in self.columns.items()},
                 *(array[also] for array in seen),
             )
 
@@ -273,8 +278,9 @@ class DynamicTable:
         absent = rows < 0
         rows[absent] = self._create(ids[absent], 0.0, but=piece.columns)
         self._touched[rows] = piece.touched[mine]
+        self._announce(rows)
         for vid, values in piece.columns.items():
-            self._columns[vid].put(rows, values[mine])
+            self.columns[vid].put(rows, values[mine])
         self._seen.forget(ids)
         also = _order(piece.seen, buckets)
         also = also[self._index.find(piece.seen[also]) < 0]
@@ -282,7 +288,7 @@ class DynamicTable:
 
     def _check_columns(self, piece: Piece) -> None:
         for vid, values in piece.columns.items():
-            column = self._columns.get(vid)
+            column = self.columns.get(vid)
             kind = None if column is None else (column.row_shape, column.dtype)
             if kind != (values.shape[1:], values.dtype):
                 have = "none" if kind is None else f"{kind[1]} of shape {kind[0]} a row"
@@ -321,11 +327,16 @@ class DynamicTable:
         rows = self._index.add(ids)
         self._touched = grown(self._touched, self._index.end)
         self._touched[rows] = now
-        for vid, column in self._columns.items():
+        self._announce(rows)  # some were those of ids that went
+        for vid, column in self.columns.items():
             column.reserve(self._index.end)
             if vid not in but:
                 column.put(rows, self._first[vid](ids))
         return rows
+
+    def _announce(self, rows: np.ndarray) -> None:
+        if self.before_write is not None:
+            self.before_write(rows)
 
     def _touch(self, rows: np.ndarray, now: float) -> None:
         # News of several workers need not arrive in the order of their clocks.

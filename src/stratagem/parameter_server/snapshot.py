@@ -98,7 +98,9 @@ def taking(store: Store, directory: Path, number: int, job: str, keep_from: int)
                 checksums.append(writer.put(cut.take(key, block, first, step)))
                 yield None
         tables = []
-        for vid, (names, arrays) in cut.tables:
+        for vid, (names, arrays) in cut.tables.content():
+            while writer.behind() >= _BEHIND:
+                yield writer.oldest()
             named = zip(names, arrays, strict=True)
             tables.append((vid, [(n, a, writer.align(), writer.put(a)) for n, a in named]))
             yield None
@@ -169,7 +171,7 @@ class _Cut:
                 "when the first is complete."
             )
         self.blocks = list(store.blocks.items())
-        self.tables = list(store.tables.content())  # copies: rows of tables move
+        self.tables = store.tables.cut()
         self._at = dict.fromkeys(store.blocks, 0)  # rows before these are copied
         self._aside: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self._saved: dict[tuple[int, int], np.ndarray] = {}
@@ -202,6 +204,7 @@ class _Cut:
     def close(self) -> None:
         """The store need not tell any more what changes."""
         self._store.before_write = None
+        self.tables.close()
 
     def _before_write(self, vid: int, shard: int, rows: Rows) -> None:
         key = vid, shard

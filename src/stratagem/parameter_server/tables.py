@@ -19,6 +19,7 @@ from stratagem.parameter_server.dynamic import DynamicTable, Piece
 from stratagem.parameter_server.plan import Spec
 from stratagem.parameter_server.policy import Policy
 from stratagem.parameter_server.rows import RowProgram
+from stratagem.parameter_server.table_cut import TableCut
 
 _LOOKS = 8  # how often in the time of `expire_after` a table looks for rows that are due
 _FIXED = ("ids", "touched", "seen", "seen_times", "seen_touched")
@@ -134,12 +135,17 @@ class Tables:
 
     def content(self, rows: int = 1 << 16) -> Iterator[tuple[int, Named]]:
         """All of it, a piece at a time, with a variable of the table. Nothing may change then."""
-        for vid, spec in self._columns.items():
-            if spec.beside is None:
-                for piece in self._tables[vid].pieces(rows=rows):
-                    names: list[str | int] = [*_FIXED, *piece.columns]  # type: ignore[list-item]
-                    arrays = [getattr(piece, name) for name in _FIXED]
-                    yield vid, (names, [*arrays, *piece.columns.values()])
+        for vid, table in self._mains():
+            for piece in table.pieces(rows=rows):
+                yield vid, _named(piece)
+
+    def cut(self) -> TablesCut:
+        """All of it as it is now, to be copied later."""
+        return TablesCut(self._mains())
+
+    def _mains(self) -> list[tuple[int, DynamicTable]]:
+        """Each table, with its weight."""
+        return [(vid, self._tables[vid]) for vid, s in self._columns.items() if s.beside is None]
 
     def fill(
         self, vid: int, names: Sequence[str | int], arrays: Sequence[np.ndarray],
@@ -163,6 +169,29 @@ class Tables:
         if server is not None:
             mine = deal(len(self._columns[vid].shards)) == server
         self._tables[vid].restore(Piece(ids, touched, columns, seen, times, seen_touched), mine)
+
+
+class TablesCut:
+    """Tables at one moment; see `TableCut`."""
+
+    def __init__(self, tables: Sequence[tuple[int, DynamicTable]]):
+        self._cuts = [(vid, TableCut(table)) for vid, table in tables]
+
+    def content(self) -> Iterator[tuple[int, Named]]:
+        """As `Tables.content`; anything may change in between."""
+        for vid, cut in self._cuts:
+            for piece in cut.pieces():
+                yield vid, _named(piece)
+
+    def close(self) -> None:
+        """The tables need not tell any more what changes."""
+        for _, cut in self._cuts:
+            cut.close()
+
+
+def _named(piece: Piece) -> Named:
+    names: list[str | int] = [*_FIXED, *piece.columns]  # type: ignore[list-item]
+    return names, [*(getattr(piece, name) for name in _FIXED), *piece.columns.values()]
 
 
 def in_order(ids: np.ndarray, servers: int) -> np.ndarray:
