@@ -221,11 +221,11 @@ class _Computer:
             self._specs[spec.vid] = spec
         if self._servers is not None:
             self._servers.know(self._specs.values())
-        variants = self._families.setdefault(fields["family"], {})
-        known = variants.get(fields["variant"])
+        known = self._families.get(fields["family"], {}).get(fields["variant"])
         if known is None or known.plan != fields["plan"]:
             parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
-            variants[fields["variant"]] = _Variant(fields, parts)
+            made = _Variant(fields, parts)
+            self._families.setdefault(fields["family"], {})[fields["variant"]] = made
         while len(self._families) > _KEPT:  # the one that was not used for longest
             del self._families[next(iter(self._families))]
         return Message("planned", {}, ())

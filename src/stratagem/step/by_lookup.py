@@ -87,9 +87,11 @@ class ByLookup:
         if name == "scatter-add" and _adds_in_order(eqn, own):
             explained.add(id(eqn))
             return [(self._once(eqn), eqn.invars[1])]
-        if name in _PASSES or (name in ("add", "add_any") and own.issuperset(eqn.invars)):
+        operands = variables_of(eqn.invars)
+        sums = name in ("add", "add_any") and len(operands) == len(eqn.invars)
+        if (sums or name in _PASSES) and own.issuperset(operands):
             explained.add(id(eqn))
-            return [term for v in eqn.invars for term in self._terms(v, own, explained)]
+            return [term for v in operands for term in self._terms(v, own, explained)]
         return []
 
     def _once(self, eqn: Equation) -> Any:

@@ -201,7 +201,8 @@ def _fewer(
         of = arrays if v in arrays else rest
         of.remove(v)
         of.add(source)
-        rest.update(u for e in changes for u in variables_of(e.invars) if u not in flow.met)
+        others = {u for e in changes for u in variables_of(e.invars) if u not in flow.met}
+        rest.update(others - state)
     found = sorted({*arrays, *rest}, key=lambda v: _place(flow, v))
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
 
