@@ -150,6 +150,15 @@ def test_what_all_workers_have_is_applied_where_the_rows_are():
     assert names[-2:] == ["mul", "sub"]
     assert {"max", "min"} & set(names) or "clamp" in names
     assert kinds == ["scalar", "sum"]
+
+    # Where the gradient is that of the whole, only what is not the same before a mean as after it.
+    def dense(rule, name):
+        kernel = keras.Sequential([keras.Input((2,)), layers.Dense(3)], name=name)
+        job = Job(train_step((kernel, rule)), Y, np.zeros((len(Y), 3), "float32"))
+        return [step[0] for u in job.parts.units for step in u.program["steps"] if step[0] != "add"]
+
+    assert dense(opt.SGD(0.1), "dense") == ["sub", "sub"]
+    assert dense(opt.SGD(0.1, clipvalue=0.01), "dense_clipped") == ["max", "min", "mul", "sub"] * 2
     # A factor of this worker's own data stays with it: another one has another.
     names, kinds = steps(opt.SGD(0.1, global_clipnorm=0.05), "by norm")
     assert kinds.count("rows") == 1

@@ -27,6 +27,7 @@ from stratagem.step.flow import (
 )
 from stratagem.step.program import variables_of
 
+_LINEAR = {"mul", "div", "neg", "convert_element_type", *SAME}
 Sets = Mapping[Any, frozenset[int]]
 _NONE: frozenset[int] = frozenset()
 
@@ -208,10 +209,11 @@ def _fewer(
 
 
 def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
-    """A gradient as it arrived, and what becomes of it with numbers that all workers have.
+    """A gradient as it arrived, and what the server makes of it with numbers that all workers have.
 
-    As a learning rate: the server multiplies rows in its cache, which the worker would take out of
-    its memory again for that. In a round it is done with the mean, as on one device.
+    In a round that is done with the mean, as on one device. What is only multiplied stays with the
+    worker, where XLA does it for nothing; but for gradients of rows, which the worker would have to
+    take out of its memory again for that, while the server has them in its cache.
     """
     found: list[Equation] = []
     source = v
@@ -225,7 +227,24 @@ def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
         source = met[0]
     # Of numbers that are made of gradients, as a norm, each worker has its own.
     whole = _is_array(flow, source) or (eqn is not None and is_arrival(eqn))
-    return (found, source) if whole else ([], v)
+    useful = _is_of_rows(flow, source) or not all(_is_linear(flow, e) for e in found)
+    return (found, source) if whole and useful else ([], v)
+
+
+def _is_linear(flow: Flow, eqn: Equation) -> bool:
+    """True for what may be done to gradients before their mean is taken as well as after it."""
+    name, first = eqn.primitive.name, eqn.invars[0]
+    divides = not isinstance(first, Literal) and first in flow.met
+    return name in _LINEAR and (name != "div" or divides)
+
+
+def _is_of_rows(flow: Flow, v: Any) -> bool:
+    """True for a gradient that was added up by row."""
+    eqn = flow.producer.get(v)
+    while eqn is not None and (eqn.primitive.name in SAME or eqn.primitive.name == "add_any"):
+        operands = variables_of(eqn.invars)
+        eqn = flow.producer.get(operands[0]) if operands else None
+    return eqn is not None and eqn.primitive.name == "scatter-add"
 
 
 def _is_array(flow: Flow, v: Any) -> bool:
