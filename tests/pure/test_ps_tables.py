@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stratagem.errors import BackupError, CorruptBackupError
-from stratagem.parameter_server import carry, initial, snapshot, table_calls, table_cut
+from stratagem.parameter_server import carry, initial, snapshot, table_calls
 from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.plan import Placement, Unit
 from stratagem.parameter_server.policy import Policy
@@ -122,7 +122,7 @@ def test_a_snapshot_on_any_number_of_servers(tmp_path, servers):
 
 
 def test_a_snapshot_is_the_table_when_it_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_cut, "_PIECE_BYTES", 24 * 7)
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 24 * 7)
     job = Job(1, tmp_path, max_rows=40, when_full="evict")
     job.push(range(40))
     before = [job.items(spec) for spec in job.specs]

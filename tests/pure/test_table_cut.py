@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.errors import TableFullError
-from stratagem.parameter_server import initial, table_cut
+from stratagem.parameter_server import initial
 from stratagem.parameter_server.by_id import first_rows
 from stratagem.parameter_server.dynamic import Piece
 from stratagem.parameter_server.table_cut import TableCut
@@ -58,8 +58,7 @@ def test_it_is_the_table_when_the_cut_began(policy, ids, before, after, rows):
     for now, (action, some, number) in enumerate(before):
         act(ours, action, some, number, float(now))
     expected = content(ours)
-    cut = TableCut(ours)
-    cut._step = rows
+    cut = TableCut(ours, rows * 24)  # a weight and a slot of 12 bytes
     found, todo = [], iter(enumerate(after, 20))
     for piece in cut.pieces():
         found.append(piece)
@@ -78,7 +77,7 @@ def test_a_change_before_the_first_piece_and_a_row_that_is_given_to_another_id()
     act(ours, "occur", {1, 2, 3, 4}, 1, 1.0)
     act(ours, "push", {1, 2, 3, 4}, 1, 2.0)
     expected = content(ours)
-    cut = TableCut(ours)
+    cut = TableCut(ours, 2 << 20)
     act(ours, "push", {2, 3}, 1, 3.0)
     act(ours, "occur", {7, 8}, 1, 4.0)  # in place of 1 and 4
     act(ours, "push", {7}, 1, 5.0)
@@ -90,14 +89,13 @@ def test_a_change_before_the_first_piece_and_a_row_that_is_given_to_another_id()
     assert content(again) == expected
 
 
-def test_it_takes_a_piece_of_memory_at_a_time(monkeypatch):
-    monkeypatch.setattr(table_cut, "_PIECE_BYTES", 1 << 16)
+def test_it_takes_a_piece_of_memory_at_a_time():
     ours = table()
     ids = np.arange(100_000)
     ours.rows_of(ids, now=0.0)
     size = 2 * len(ids) * 12  # the weight and its slot
     tracemalloc.start()
-    cut = TableCut(ours)
+    cut = TableCut(ours, 1 << 16)
     first, _ = tracemalloc.get_traced_memory()
     for _ in cut.pieces():
         pass

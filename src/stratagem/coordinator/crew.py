@@ -161,13 +161,9 @@ class Crew:
             fields = {**fields, "family": family, "variant": key}
             member.peer.post(
                 "plan", fields, arrays, seconds=_PROGRAM_SECONDS,
-                done=functools.partial(self._refused, member),
+                done=functools.partial(self._planned, member),
             )  # fmt: skip
             member.has.add(plan.number)
-
-    def lacks(self, name: str) -> None:
-        """A worker lacks a plan that it may have had: it keeps those that it used last."""
-        self._members[name].has.clear()
 
     def run(
         self, name: str, fields: dict[str, Any], arrays: Sequence[np.ndarray], done: Done,
@@ -325,6 +321,11 @@ class Crew:
     def _await_no_more(self, name: str) -> None:
         for opening in self._openings.values():
             opening.settle(name)
+
+    def _planned(self, member: Member, answer: Message | Exception) -> None:
+        self._refused(member, answer)
+        if isinstance(answer, Message):  # it says which others it has let go of
+            member.has.difference_update(answer.fields["gone"])
 
     def _refused(self, member: Member, answer: Message | Exception) -> None:
         if isinstance(answer, Exception):

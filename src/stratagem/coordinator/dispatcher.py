@@ -82,7 +82,7 @@ class Dispatcher:
         self._tracer = ThreadPoolExecutor(1, "stratagem-tracer")
         self._handlers: dict[type, Callable[[Any], None]] = {
             do.Dispatch: self._dispatch,
-            do.Install: lambda i: self._crew.lacks(i.worker),  # `_dispatch` sends it
+            do.Install: lambda i: None,  # `_dispatch` sends what a worker lacks
             do.Cancel: lambda i: self._crew.cancel(i.worker, i.closure),
             do.Commit: lambda i: self._guard.commit(i),
             do.Restore: lambda i: self._guard.restore(i),

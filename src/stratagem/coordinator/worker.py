@@ -33,7 +33,7 @@ from stratagem.transport.message import Message
 
 _PULL_SECONDS = 30.0
 _TURN_SECONDS = 0.5
-# Functions whose programs stay; it asks for others again. More than it has in hand at a time.
+# Functions whose programs stay; others are sent again. More than it has in hand at a time.
 _KEPT = 64
 _SLICE_SECONDS = 0.001  # for which closures are done before answers are looked for
 
@@ -221,14 +221,14 @@ class _Computer:
             self._specs[spec.vid] = spec
         if self._servers is not None:
             self._servers.know(self._specs.values())
-        known = self._families.get(fields["family"], {}).get(fields["variant"])
-        if known is None or known.plan != fields["plan"]:
-            parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
-            made = _Variant(fields, parts)
-            self._families.setdefault(fields["family"], {})[fields["variant"]] = made
-        while len(self._families) > _KEPT:  # the one that was not used for longest
-            del self._families[next(iter(self._families))]
-        return Message("planned", {}, ())
+        parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
+        variants = self._families.setdefault(fields["family"], {})
+        variants[fields["variant"]] = _Variant(fields, parts)
+        gone: list[int] = []
+        while len(self._families) > _KEPT:  # of the one that was not used for longest
+            oldest = self._families.pop(next(iter(self._families)))
+            gone += [variant.plan for variant in oldest.values()]
+        return Message("planned", {"gone": gone}, ())
 
     def _iterator(self, request: Any) -> Message:
         number = request.fields["iterator"]

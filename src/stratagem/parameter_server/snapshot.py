@@ -171,7 +171,7 @@ class _Cut:
                 "when the first is complete."
             )
         self.blocks = list(store.blocks.items())
-        self.tables = store.tables.cut()
+        self.tables = store.tables.cut(PIECE_BYTES)
         self._at = dict.fromkeys(store.blocks, 0)  # rows before these are copied
         self._aside: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self._saved: dict[tuple[int, int], np.ndarray] = {}

@@ -12,24 +12,23 @@ import numpy as np
 
 from stratagem.parameter_server.dynamic import DynamicTable, Piece
 
-_PIECE_BYTES = 2 << 20  # of rows that are copied at a time
-
 
 class TableCut:
     """See the module. A table has one at a time.
 
     Args:
         table: the table; until `close` it tells this what changes.
+        piece_bytes: of rows that are copied at a time.
     """
 
-    def __init__(self, table: DynamicTable):
+    def __init__(self, table: DynamicTable, piece_bytes: int):
         self._table = table
         self._rows = table.numbers()
         self._ids, self._touched = table.ids(self._rows), table.touched(self._rows)
         self._seen = table.seen()
         self._vids = list(table.columns)
         row_bytes = sum(column.row_bytes for column in table.columns.values())
-        self._step = max(1, _PIECE_BYTES // max(1, row_bytes))
+        self._step = max(1, piece_bytes // max(1, row_bytes))
         # Whether a row is as it was and still to be copied, by number; those beyond are new.
         self._left = np.zeros(self._rows[-1] + 1 if len(self._rows) else 0, bool)
         self._left[self._rows] = True

@@ -139,9 +139,9 @@ class Tables:
             for piece in table.pieces(rows=rows):
                 yield vid, _named(piece)
 
-    def cut(self) -> TablesCut:
-        """All of it as it is now, to be copied later."""
-        return TablesCut(self._mains())
+    def cut(self, piece_bytes: int) -> TablesCut:
+        """All of it as it is now, to be copied later, so many bytes of rows at a time."""
+        return TablesCut(self._mains(), piece_bytes)
 
     def _mains(self) -> list[tuple[int, DynamicTable]]:
         """Each table, with its weight."""
@@ -174,8 +174,8 @@ class Tables:
 class TablesCut:
     """Tables at one moment; see `TableCut`."""
 
-    def __init__(self, tables: Sequence[tuple[int, DynamicTable]]):
-        self._cuts = [(vid, TableCut(table)) for vid, table in tables]
+    def __init__(self, tables: Sequence[tuple[int, DynamicTable]], piece_bytes: int):
+        self._cuts = [(vid, TableCut(table, piece_bytes)) for vid, table in tables]
 
     def content(self) -> Iterator[tuple[int, Named]]:
         """As `Tables.content`; anything may change in between."""

@@ -29,7 +29,7 @@ from stratagem.step.ids import row_number_p
 from stratagem.step.lower import perform
 from stratagem.step.parts import Parts, Push, Sum, Table, Unit
 from stratagem.step.program import read_all, variables_of, write_all
-from stratagem.step.ship import ship
+from stratagem.step.ship import ship, spec_of
 from stratagem.step.tables import ByRow, NotByRowError
 from stratagem.step.trace import Program
 from stratagem.step.units import Update, uid_of, updates
@@ -278,7 +278,7 @@ class _Division:
                 for v, a in zip(read_all(env, wanted), wanted, strict=True)
             ]
 
-        return ship(run, [_spec(v.aval) for v in inputs])
+        return ship(run, [spec_of(v.aval) for v in inputs])
 
     def _push(self, update: Update, unit: Unit, table: int | None, worker: WorkerPart) -> Push:
         handed = []
@@ -302,10 +302,6 @@ class _Division:
             terms = [(self._number(g), ids.index(i)) for g, i in worker.by_lookup.totals[v, table]]
             self.sums[v, table] = Sum(worker.by_row.tables.index(table), tuple(terms))
         return list(self.sums).index((v, table))
-
-
-def _spec(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _sources(flow: Flow, values: set[Any]) -> set[Any]:

@@ -40,6 +40,11 @@ def unship(program: bytes) -> Any:
     return jax.jit(export.deserialize(bytearray(program)).call)
 
 
+def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """The input that a value of a program is."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
 def symbols(count: int) -> list[Any]:
     """So many symbolic dimensions, of one scope."""
     return list(export.symbolic_shape(",".join(f"u{i}" for i in range(count)))) if count else []

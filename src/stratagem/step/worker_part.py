@@ -24,7 +24,7 @@ from stratagem.step.ids import row_number_p
 from stratagem.step.lower import perform
 from stratagem.step.parts import Given
 from stratagem.step.program import read_all, write_all
-from stratagem.step.ship import ship, symbols
+from stratagem.step.ship import ship, spec_of, symbols
 from stratagem.step.tables import ByRow
 
 
@@ -90,7 +90,7 @@ class WorkerPart:
         keys = [(t, k.ids) for t in by_row.tables for k in by_row.lookups[t]]
         rows_of = zip(tables, symbols(len(tables)), strict=True)
         inputs = [
-            *(_spec(flow.state[i].aval) for i in whole),
+            *(spec_of(flow.state[i].aval) for i in whole),
             *(_rows_spec(flow.state[t].aval, (u,)) for t, u in rows_of),
             *(self._lookup_spec(t, ids) for t, ids in keys),
             *self._inputs(),
@@ -137,7 +137,7 @@ class WorkerPart:
         return self.flow.jaxpr.invars[len(self.variables) :]
 
     def _inputs(self) -> list[Any]:
-        arguments = [_spec(v.aval) for v in self._arguments]
+        arguments = [spec_of(v.aval) for v in self._arguments]
         return arguments + [jax.ShapeDtypeStruct(g.shape, np.dtype(g.dtype)) for g, _ in self.given]
 
     def _lookup_spec(self, table: int, ids: Any) -> jax.ShapeDtypeStruct:
@@ -175,10 +175,6 @@ def _first(value: Any, first: bool) -> Any:
 
 def _as(value: Any, atom: Any) -> Any:
     return jnp.asarray(value, aval_of(atom).dtype) if isinstance(atom, Literal) else value
-
-
-def _spec(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _rows_spec(aval: Any, count: tuple[Any, ...]) -> jax.ShapeDtypeStruct:
