@@ -69,6 +69,68 @@ def test_some_rows(which, chunk):
     np.testing.assert_array_equal(m, want[1])
 
 
+SGD = RowProgram(1, ("scalar", "rows"), (Step("mul", (2, 1)), Step("sub", (0, 3))), (4,))
+AXPYS = {
+    "sgd": SGD,
+    "the rate first": RowProgram(
+        1, ("rows", "scalar"), (Step("mul", (2, 1)), Step("sub", (0, 3))), (4,)
+    ),
+    "a number": RowProgram(
+        1, ("rows",), (Step("mul", (Literal(0.3, F32), 1)), Step("add", (2, 0))), (3,)
+    ),
+    "by nothing": RowProgram(1, ("rows",), (Step("add_any", (0, 1)),), (2,)),
+    "beside one that is read": RowProgram(
+        2, ("scalar", "rows"), (Step("mul", (2, 3)), Step("sub", (1, 4))), (None, 5)
+    ),
+}  # fmt: skip
+NO_AXPYS = {
+    "momentum": MOMENTUM,
+    "from rows": RowProgram(1, ("rows",), (Step("sub", (1, 0)),), (2,)),
+    "a product of the old": RowProgram(1, ("rows",), (Step("mul", (0, 1)),), (2,)),
+    "of the old": RowProgram(
+        1, ("scalar", "rows"), (Step("mul", (0, 1)), Step("sub", (0, 3))), (4,)
+    ),
+    "the square": RowProgram(1, ("rows",), (Step("mul", (1, 1)), Step("sub", (0, 2))), (3,)),
+    "by a scalar": RowProgram(1, ("scalar",), (Step("sub", (0, 1)),), (2,)),
+    "of another member": RowProgram(2, ("rows",), (Step("sub", (1, 2)),), (3, None)),
+    "both": RowProgram(2, ("rows",), (Step("sub", (0, 2)),), (3, 2)),
+    "not the last": RowProgram(1, ("rows",), (Step("sub", (0, 1)), Step("neg", (1,))), (3,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AXPYS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("row", [(), (3,), (2, 2), (0,)])
+@pytest.mark.parametrize("count", [0, 5])
+def test_one_pass_is_the_program(name, dtype, row, count):
+    program = AXPYS[name]
+    which = np.asarray([1, 2, 11, 15, 19], np.int64)[:count]
+    state = [(10 * random.normal(size=(20, *row))).astype(dtype) for _ in range(program.members)]
+    handed = [
+        (10 * random.normal(size=(count, *row) if kind == "rows" else ())).astype(dtype)
+        for kind in program.handed
+    ]
+    if row == (3,) and count:
+        state[-1][[1, 2]] = [[np.nan, np.inf, -0.0], [-np.inf, 0.0, 1.0]]
+    want = [x.copy() for x in state]
+    for old, new in zip(want, program.run([x[which] for x in want], handed), strict=True):
+        old[which] = new
+    blocks = [block.Block(x) for x in state]
+    kept = blocks[-1].whole(1 << 20)
+    block.update(program, blocks, which, handed)
+    np.testing.assert_array_equal(state, want)
+    assert program.axpy is not None
+    fits = dtype in ("float32", "float64") and (name != "a number" or dtype == F32)
+    assert program.axpy.run(blocks, which, handed) == fits
+    if fits:
+        assert blocks[-1].whole(1 << 20) is not kept
+
+
+@pytest.mark.parametrize("name", NO_AXPYS)
+def test_other_updates_are_run_as_programs(name):
+    assert NO_AXPYS[name].axpy is None
+
+
 @st.composite
 def programs(draw):
     """Any program of a few steps, with outputs that are old, handed and new values."""

@@ -114,6 +114,8 @@ def update(
             if new:
                 block.changed()
         return
+    if program.axpy is not None and program.axpy.run(blocks, rows, handed):
+        return
     by_row = [kind == "rows" for kind in program.handed]
     row_bytes = sum(b.row_bytes for b in blocks)
     row_bytes += sum(x[:1].nbytes for x, r in zip(handed, by_row, strict=True) if r)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from stratagem.parameter_server.axpy import Axpy
 from stratagem.parameter_server.elementwise import DTYPES, OPERATIONS
 
 SCALAR = "scalar"
@@ -155,6 +156,11 @@ class RowProgram:
                 np.copyto(member, value)
         for value in new:
             scratch.give(value)
+
+    @functools.cached_property
+    def axpy(self) -> Axpy | None:
+        """A shorter way to do the same to some rows, if there is one."""
+        return Axpy.of(self)
 
     @functools.cached_property
     def _plan(self) -> _Plan:
