@@ -20,7 +20,8 @@ Y = X.sum(axis=1, keepdims=True)
 def make_model(compiled=True):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     if compiled:
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        several = keras.metrics.F1Score(average=None, threshold=0.5)
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae", several])
     return model
 
 
@@ -78,6 +79,8 @@ def test_what_they_refuse():
         SidecarEvaluatorModelExport("x", mode="auto")
     with pytest.raises(ValueError, match="monitor: expected a metric"):
         SidecarEvaluatorModelExport("x", monitor="auc").on_test_end({"loss": 1.0})
+    with pytest.raises(ValueError, match=r"that is one number, \['loss'\]. Got 'f1'"):
+        SidecarEvaluatorModelExport("x", monitor="f1").on_test_end({"loss": 1.0, "f1": np.ones(2)})
     with pytest.raises(TypeError, match="dataset_fn: expected a function"):
         DatasetCreator([1])
     with pytest.raises(TypeError, match="input_options: expected"):

@@ -117,15 +117,19 @@ def test_a_loss_that_is_divided_by_part_says_so(served, caplog, mode, count):
         ("hybrid", keras.optimizers.SGD(0.1, clipnorm=0.1), 1),
         ("synchronous", keras.optimizers.SGD(0.1, clipvalue=0.1), 0),
         ("asynchronous", keras.optimizers.SGD(0.1, clipnorm=0.1), 0),
+        ("synchronous", keras.optimizers.Muon(0.1), 1),
+        ("synchronous", keras.optimizers.Lamb(0.1, clipnorm=0.1), 0),
+        ("synchronous", keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 0),
     ],
 )
-def test_gradients_that_are_clipped_by_norm_say_so(served, caplog, mode, optimizer, count):
+def test_updates_of_parts_say_so(served, caplog, mode, optimizer, count):
+    """What workers compute with gradients of their own, as norms are, is not one device's."""
     strategy = served(2, 1, consistency=mode)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(optimizer=type(optimizer).from_config(optimizer.get_config()), loss="mse")
     model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=40, epochs=2, verbose=0)
-    assert caplog.text.count("Each worker clips those of its own part") == count
+    assert caplog.text.count("Each worker computes that for its own part of the batch") == count
 
 
 def test_backup_workers(served):

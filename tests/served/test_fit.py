@@ -75,6 +75,9 @@ IN_STEP = {
     # Of the mean gradient, and not of each worker's own.
     "clipped": lambda: keras.optimizers.SGD(0.1, clipvalue=0.003),
     "lion": lambda: keras.optimizers.Lion(0.001),
+    # Updates over whole weights: squares and norms are those of the mean gradient.
+    "lamb": lambda: keras.optimizers.Lamb(0.01, clipnorm=0.05),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb(0.01)),
 }
 
 
@@ -115,6 +118,31 @@ def test_a_finite_dataset_is_an_epoch(served):
     assert [b for b, _ in seen] == list(range(5))
     assert all(logs["loss"] > 0 for _, logs in seen)  # never a zero that stands for "not known"
     assert set(history) >= {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+def test_a_metric_of_several_numbers(served):
+    """As in Keras' own loop: arrays in batch logs, history and `evaluate`."""
+    strategy = served(2, 1)
+    x, y = data()
+    y = np.concatenate([y > 0, y <= 0], 1).astype("float32")
+    seen = []
+
+    def trained(**arguments):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(2, "sigmoid")])
+        f1 = keras.metrics.F1Score(average=None, threshold=0.5)
+        model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse", metrics=[f1])
+        history = model.fit(x, y, batch_size=16, verbose=0, **arguments).history
+        return history, model.evaluate(x, y, verbose=0, return_dict=True)
+
+    expected = trained()
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: seen.append(logs))
+    with strategy.scope():
+        found = trained(callbacks=[note])
+    np.testing.assert_allclose(found[0]["f1_score"], expected[0]["f1_score"], rtol=1e-6)
+    np.testing.assert_allclose(found[1]["f1_score"], expected[1]["f1_score"], rtol=1e-6)
+    assert seen[-1]["f1_score"].shape == (2,)
+    assert isinstance(seen[-1]["loss"], float)
 
 
 def test_evaluate_and_predict(served):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,10 @@ from stratagem.step import apart, tape
 from stratagem.step.arguments import Argument, describe, flatten
 from stratagem.step.same import identity
 from stratagem.step.trace import Facts, Program, RowClass, trace
+from stratagem.strategies.parameter_server import ASYNCHRONOUS, HYBRID
 from stratagem.strategies.remote import is_remote
+
+_log = logging.getLogger("stratagem")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Plans:
         self._families: dict[Any, Family] = {}
         self._same: dict[Any, Callable[..., Any]] = {}
         self._touched: dict[Any, dict[int, Any]] = {}
+        self._warned: set[str] = set()
 
     def find(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Call:
         """The plans for a call, made if it is new, and what goes along with it.
@@ -202,8 +207,28 @@ class Plans:
         local = [v for v in program.variables if not is_remote(v)]
         _check_local(program, local)
         parts = apart.divide(program, strategy.home_of, local)
+        self._warn_of_parts(parts)
         strategy.link.install(parts.units)
         return Plan(next(self._numbers), parts, local)
+
+    def _warn_of_parts(self, parts: apart.Parts) -> None:
+        """Warns, once for a variable, of updates in rounds that are not those of one device."""
+        mode = self._strategy.consistency.mode
+        if mode == ASYNCHRONOUS or len(self._strategy.workers) == 1:
+            return
+        at_once = {p.uid for p in parts.pushes if p.table is not None and mode == HYBRID}
+        new = {path: why for uid, path, why in parts.by_part if uid not in at_once | self._warned}
+        self._warned.update(uid for uid, _, _ in parts.by_part)
+        if new:
+            path, why = next(iter(new.items()))
+            more = f" and of {len(new) - 1} more" if len(new) > 1 else ""
+            _log.warning(
+                "The update of %r%s uses %r of gradients. Each worker computes that for its own "
+                "part of the batch, before the mean of the round is taken, so it is not quite the "
+                "update of one device. Use what works element by element (clipvalue instead of "
+                "clipnorm and global_clipnorm; Adam instead of Adafactor and Muon).",
+                path, more, why,
+            )  # fmt: skip
 
 
 def _where(fn: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from stratagem import _keras, context
-from stratagem.keras_bridge import of_parts
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import effects, numerics, primitives
 from stratagem.step.trace import synchronized
@@ -67,13 +66,6 @@ def _served() -> contextlib.AbstractContextManager[None]:
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     frame = replicated_trace()
     if frame is None:
-        if self.clipnorm or self.global_clipnorm:
-            of_parts.warn(
-                "norm",
-                "Gradients are clipped by their norm. Each worker clips those of its own part of "
-                "the batch, before their mean is taken: where norms are above the limit, that is "
-                "not the step of one device. Clipping by value (clipvalue) is.",
-            )
         grads = _arrived(_named(self, grads, trainable_variables))
         with _served():
             return original(self, grads, trainable_variables)

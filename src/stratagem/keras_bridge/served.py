@@ -169,7 +169,7 @@ class ServedStep:
             logs = self._model.get_metrics_result()
             # A step of the user's own may report something else.
             self._logs = logs if set(logs) == set(self._last or logs) else self._last
-            self._logs = {name: float(value) for name, value in self._logs.items()}
+            self._logs = jax.tree.map(np.asarray, self._logs)  # some metrics have several numbers
             self._looked = time.monotonic()
         return self._logs
 

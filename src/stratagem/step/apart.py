@@ -26,6 +26,7 @@ from stratagem.step.flow import Flow, Home, is_elementwise
 from stratagem.step.fuse import needed
 from stratagem.step.given import given_of, is_seed, refuse_inner_given
 from stratagem.step.ids import row_number_p
+from stratagem.step.linear import not_linear
 from stratagem.step.lower import perform
 from stratagem.step.parts import Parts, Push, Sum, Table, Unit
 from stratagem.step.program import read_all, variables_of, write_all
@@ -143,9 +144,18 @@ class _Division:
             units=tuple(units),
             ids=worker.ship_ids(numbers) if tables else b"",
             compute=worker.ship_compute(whole, self.results, self.local, list(self.handed)),
+            by_part=self._by_part(units),
             out_tree=self.program.out_tree,
             out_leaves=self.program.out_leaves,
         )
+
+    def _by_part(self, units: Sequence[Unit]) -> list[tuple[str, str, str]]:
+        found = not_linear(self.flow)
+        return [
+            (unit.uid, self.variables[update.members[0]].path, why)
+            for update, unit in zip(self.updates, units, strict=True)
+            for why in [found[h.var] for h in update.handed if h.var in found][:1]
+        ]
 
     def _vid(self, index: int) -> int:
         home = self.homes[index]

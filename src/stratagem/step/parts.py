@@ -125,6 +125,8 @@ class Parts:
         compute: serialised program: `(*whole, *rows, *lookups, *arguments, *given, *local) ->
             (*results, *local, *handed)`. Rows are those of tables that are not `by_lookup`;
             lookups are, table by table, positions in them, or what the lookup got.
+        by_part: what is pushed that is not linear in gradients: the unit, path of its first
+            variable, and the operation; not on the wire. A round of that is not one device's step.
         out_tree: structure of the function's result; not on the wire.
         out_leaves: as of `Program`; not on the wire.
     """
@@ -139,6 +141,7 @@ class Parts:
     units: tuple[Unit, ...]
     ids: bytes
     compute: bytes
+    by_part: Sequence[tuple[str, str, str]] = ()
     out_tree: Any = None
     out_leaves: Sequence[tuple[str, Any]] = ()
 

@@ -25,9 +25,9 @@ from stratagem.step.flow import (
     is_uniform,
     parameter_of,
 )
+from stratagem.step.linear import is_linear
 from stratagem.step.program import variables_of
 
-_LINEAR = {"mul", "div", "neg", "convert_element_type", *SAME}
 Sets = Mapping[Any, frozenset[int]]
 _NONE: frozenset[int] = frozenset()
 
@@ -110,7 +110,7 @@ def _update(flow: Flow, own: list[int], new: dict[int, Any], links: Mapping[int,
 
     eqns, ends = cone(flow.alike)
     if _needs_whole(flow, ends, frozenset(own)):
-        eqns, ends = cone(flow.reaching)
+        eqns, ends = _from_gradients(flow, state, *cone(flow.reaching))
         return Update(
             members, [i in new for i in members], [Handed(v, "whole") for v in ends], None, eqns
         )
@@ -208,6 +208,28 @@ def _fewer(
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
 
 
+def _from_gradients(
+    flow: Flow, state: set[Any], eqns: list[Equation], ends: list[Any]
+) -> tuple[list[Equation], list[Any]]:
+    """Lets an update of whole variables begin with the gradient as it arrived.
+
+    In a round, squares and norms are those of the mean then, as on one device.
+    """
+    chosen = {id(e): e for e in eqns}
+    found: dict[Any, None] = {}
+    for v in ends:
+        deeper, back = _cone(flow, [v], lambda u, e: u in flow.met and not is_arrival(e), state)
+        others = [u for u in back if u not in flow.met]
+        if len(back) > len(others) + 1 or any(_is_array(flow, u) for u in others):
+            deeper, back = [], [v]  # of several variables' gradients, as a norm of all is
+        chosen.update((id(e), e) for e in deeper)
+        found.update(dict.fromkeys(back))
+    return (
+        sorted(chosen.values(), key=lambda e: flow.order[id(e)]),
+        sorted(found, key=lambda v: _place(flow, v)),
+    )
+
+
 def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
     """A gradient as it arrived, and what the server makes of it with numbers that all workers have.
 
@@ -215,27 +237,17 @@ def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
     worker, where XLA does it for nothing; but for gradients of rows, which the worker would have to
     take out of its memory again for that, while the server has them in its cache.
     """
-    found: list[Equation] = []
-    source = v
-    while (eqn := flow.producer.get(source)) is not None and is_elementwise(eqn):
-        operands = variables_of(eqn.invars)
-        met = [u for u in operands if u in flow.met]
-        others = [u for u in operands if u not in flow.met]
-        if len(met) != 1 or any(u in flow.data or _is_array(flow, u) for u in others):
-            break
-        found.append(eqn)
-        source = met[0]
+    found, back = _cone(flow, [v], lambda u, e: u in flow.met and is_elementwise(e))
+    met = [u for u in back if u in flow.met]
+    others = [u for u in back if u not in flow.met]
+    if len(met) != 1 or any(u in flow.data or _is_array(flow, u) for u in others):
+        return [], v
     # Of numbers that are made of gradients, as a norm, each worker has its own.
-    whole = _is_array(flow, source) or (eqn is not None and is_arrival(eqn))
-    useful = _is_of_rows(flow, source) or not all(_is_linear(flow, e) for e in found)
-    return (found, source) if whole and useful else ([], v)
-
-
-def _is_linear(flow: Flow, eqn: Equation) -> bool:
-    """True for what may be done to gradients before their mean is taken as well as after it."""
-    name, first = eqn.primitive.name, eqn.invars[0]
-    divides = not isinstance(first, Literal) and first in flow.met
-    return name in _LINEAR and (name != "div" or divides)
+    source = met[0]
+    eqn = flow.producer[source]
+    own = [(e, [u for u in variables_of(e.invars) if u in flow.met]) for e in found]
+    useful = _is_of_rows(flow, source) or not all(is_linear(e, of) for e, of in own)
+    return (found, source) if useful and (_is_array(flow, source) or is_arrival(eqn)) else ([], v)
 
 
 def _is_of_rows(flow: Flow, v: Any) -> bool:

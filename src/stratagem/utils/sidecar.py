@@ -70,16 +70,16 @@ class SidecarEvaluator:
         self.evaluations = 0
         self._done: tuple[str, float] | None = None
 
-    def start(self) -> dict[str, float]:
+    def start(self) -> dict[str, Any]:
         """Evaluates until `max_evaluations`.
 
         Returns:
-            The metrics of the last evaluation.
+            The metrics of the last evaluation: numbers, or arrays of those that have several.
 
         Raises:
             PeerTimeoutError: no new checkpoint came for `seconds`.
         """
-        logs: dict[str, float] = {}
+        logs: dict[str, Any] = {}
         while self.max_evaluations is None or self.evaluations < self.max_evaluations:
             path = self._next()
             try:
@@ -90,12 +90,12 @@ class SidecarEvaluator:
             logs = self._evaluate(path)
         return logs
 
-    def _evaluate(self, path: Path) -> dict[str, float]:
+    def _evaluate(self, path: Path) -> dict[str, Any]:
         logs = self._run(self.steps, self.callbacks)
         self.evaluations += 1
-        shown = ", ".join(f"{name}: {float(value):.4g}" for name, value in logs.items())
+        shown = ", ".join(f"{name}: {_short(value)}" for name, value in logs.items())
         _log.info("Evaluation %d, of %s: %s", self.evaluations, path.name, shown)
-        return {name: float(value) for name, value in logs.items()}
+        return logs
 
     def _run(self, steps: int | None, callbacks: list[Any]) -> dict[str, Any]:
         data = self.data if isinstance(self.data, tuple) else (self.data,)
@@ -180,13 +180,14 @@ class SidecarEvaluatorModelExport(keras.callbacks.Callback):
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Saves, or not."""
-        logs = {name: float(value) for name, value in (logs or {}).items()}
-        if self.monitor not in logs:
+        logs = logs or {}
+        numbers = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        if self.monitor not in numbers:
             raise ValueError(
-                f"monitor: expected a metric of the model, {sorted(logs)}. Got {self.monitor!r}. "
-                "Name one of those, or compile the model with it."
+                f"monitor: expected a metric of the model that is one number, {numbers}. Got "
+                f"{self.monitor!r}. Name one of those, or compile the model with it."
             )
-        value = logs[self.monitor]
+        value = float(logs[self.monitor])
         better = self.best is None or (
             value < self.best if self.mode == "min" else value > self.best
         )
@@ -194,3 +195,7 @@ class SidecarEvaluatorModelExport(keras.callbacks.Callback):
             self.best = value
         if better or not self.save_best_only:
             self.model.save(self.filepath.format(**logs))
+
+
+def _short(value: Any) -> str:
+    return np.array2string(np.asarray(value), precision=4)
