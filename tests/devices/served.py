@@ -14,6 +14,7 @@ import numpy as np
 
 from stratagem import context
 from stratagem.parameter_server import block
+from stratagem.parameter_server.bags import Bagged
 from stratagem.parameter_server.whole import program_of
 from stratagem.step import tape
 from stratagem.step.apart import divide
@@ -52,9 +53,13 @@ class Job:
         arguments: of its first call.
         local: variables that the caller keeps.
         sharded: paths (their ends) of variables whose rows are on two servers.
+        servers: on how many servers the worker is told that tables are; 0: it is told nothing.
     """
 
-    def __init__(self, fn: Any, *arguments: Any, local: Any = (), sharded: Any = ()):
+    def __init__(
+        self, fn: Any, *arguments: Any, local: Any = (), sharded: Any = (), servers: int = 0
+    ):  # fmt: skip
+        self.servers = servers
         self.program = traced(fn, *arguments)
         self.variables = {i: v for i, v in enumerate(self.program.variables)}
         self.numbers = {id(v): i for i, v in self.variables.items()}
@@ -85,10 +90,15 @@ class Job:
         """A closure up to its push."""
         given = [np.asarray(self.closures, g.dtype) for g in self.sent.given]
         self.closures += 1
-        wanted = self.runner.prepare(arguments, given)
+        servers = [self.servers] * len(self.sent.tables) if self.servers else ()
+        wanted = self.runner.prepare(arguments, given, servers)
         rows = []
         for table, one in zip(self.sent.tables, wanted, strict=True):
             found = self.state[table.vid][one.ids]
+            if one.bags is not None:
+                out = np.empty((len(one.bags), *found.shape[1:]), found.dtype)
+                rows.append(one.bags.sums(self.state[table.vid], out, one.ids))
+                continue
             room = np.full((one.padded - len(found), *found.shape[1:]), np.nan, found.dtype)
             rows.append(np.concatenate([found, room]))  # nothing may depend on what is behind
         whole = [self.state[vid].copy() for vid in self.sent.whole]
@@ -101,6 +111,10 @@ class Job:
         """The push, and the closure's result."""
         results, items = started
         for item in items:
+            item["handed"] = [
+                (kind, value.by_row(len(item["rows"])) if isinstance(value, Bagged) else value)
+                for kind, value in item["handed"]
+            ]
             vids, program = self.units[item["uid"]]
             state = [self.state[vid] for vid in vids]
             arrays = [value for _, value in item["handed"]]

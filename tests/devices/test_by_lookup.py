@@ -15,9 +15,10 @@ from keras import layers
 from devices import served
 from devices.served import Job, compare, train_step
 from devices.test_apart_tables import BATCHES, MODELS, ROWS, WIDTH, model_of
+from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.step import by_lookup
 from stratagem.step.apart import divide
-from stratagem.step.lookups import added, taken
+from stratagem.step.runner import taken
 
 opt = keras.optimizers
 IDS, Y = BATCHES[0]
@@ -80,6 +81,71 @@ def test_the_gradient_of_a_sum_is_handed_once_for_all_that_it_adds():
     compare(job, BATCHES)
 
 
+def summed(make, axis=1):
+    """A sum over looked-up rows, beside nothing else of them."""
+
+    def model(ids):
+        return layers.Reshape((1, -1))(layers.Lambda(lambda x: keras.ops.sum(x, axis))(make(ids)))
+
+    return model
+
+
+def shared(ids):
+    table = layers.Embedding(ROWS, WIDTH)
+    pool = layers.GlobalAveragePooling1D()
+    both = layers.Concatenate()([pool(table(ids)), pool(table((ids[:, :2] + 1) % ROWS))])
+    return layers.Reshape((1, -1))(both)
+
+
+BAGS = {
+    "sum": (summed(MODELS["one"][0]), opt.SGD, (1,)),
+    "mean of two lookups": (shared, opt.Adagrad, (1, 1)),
+    "of rows by element": (summed(MODELS["take"][0]), opt.SGD, (1,)),
+    "over pairs": (
+        summed(lambda ids: MODELS["one"][0](layers.Reshape((2, 2))(ids)), (1, 2)), opt.SGD, (2,)
+    ),
+    "of pairs": (
+        summed(lambda ids: MODELS["one"][0](layers.Reshape((2, 2))(ids)), 2), opt.SGD, (1,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("servers", [0, 1, 100])
+@pytest.mark.parametrize("name", BAGS)
+def test_sums_of_bags_travel_where_they_are_fewer(name, servers):
+    make, rule, bags = BAGS[name]
+    step = train_step((model_of(make, "bags"), rule(0.1)))
+    job = Job(step, IDS, Y, servers=servers)
+    (table,) = job.parts.tables
+    assert table.by_lookup
+    assert table.bags == bags
+    results, items = job.start(IDS, Y)
+    assert results
+    (handed,) = [i["handed"] for i in items if i["rows"] is not None]
+    assert [kind for kind, _ in handed].count("bags") == (servers == 1)
+    compare(job, BATCHES, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        MODELS["one"][0],
+        summed(MODELS["one"][0], 2),  # over a row
+        lambda ids: layers.Lambda(lambda x: keras.ops.ones((8, 1, 1)) * keras.ops.sum(x, 0))(
+            MODELS["one"][0](ids)  # over the batch
+        ),
+        lambda ids: summed(lambda _: (x := MODELS["one"][0](ids)) * keras.ops.max(x))(ids),
+        lambda ids: layers.Concatenate(1)(
+            [(table := layers.Embedding(ROWS, WIDTH))(ids), summed(lambda i: table(i + 0))(ids)]
+        ),
+    ],
+)
+def test_where_rows_are_needed_themselves_they_travel(make):
+    job = Job(train_step((model_of(make, "no_bags"), opt.SGD(0.1))), IDS, Y, servers=1)
+    assert [table.bags for table in job.parts.tables] == [()]
+    compare(job, BATCHES, rtol=2e-5)
+
+
 def test_small_lookups_stay_in_the_program(monkeypatch):
     size = IDS.size * WIDTH
     for least, beside in ((size, True), (size + 1, False)):
@@ -117,7 +183,8 @@ def test_sums_are_those_of_a_loop(data):
         expected = np.zeros((count, *row), dtype)
         for place, gradient in zip(where.reshape(-1), spread.reshape(-1, *row), strict=True):
             expected[place] += gradient
-        found = added(gradients, where, count, row)
+        bags = Bags.of([(where, len(gradients.reshape(-1, *row)))])
+        found = Bagged(bags, gradients.reshape(-1, *row)).by_row(count)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
 
@@ -135,7 +202,6 @@ def test_looked_up_rows_lie_where_xla_reads_them(shape, row):
 def test_no_rows_at_all():
     empty = np.zeros((0, 4), "int32")
     assert taken(np.zeros((0, 3), "float32"), empty).shape == (0, 4, 3)
-    assert added(np.zeros((0, 4, 3), "float32"), empty, 0, (3,)).shape == (0, 3)
 
 
 def test_what_all_workers_have_is_applied_where_the_rows_are():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem import _jax, _keras, _orbax, _scipy
+from stratagem import _jax, _keras, _orbax
 
 SOURCE = Path(stratagem.__file__).parent
 
@@ -282,20 +282,6 @@ def test_orbax_keeps_its_client_of_the_coordination_service():
     assert _orbax.get_signaling_client() is first
     _orbax.forget_coordination_service()
     assert _orbax.get_signaling_client.cache_info().currsize == 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_scipy_adds_multiples_of_rows_to_an_array_that_is_there(dtype):
-    random = np.random.default_rng(0)
-    out, rows = random.normal(size=(9, 3)).astype(dtype), random.normal(size=(4, 3)).astype(dtype)
-    places, factor = np.asarray([7, 0, 3, 0]), np.asarray(-0.3, dtype)[()]
-    wanted = out.copy()
-    for place, row in zip(places, rows, strict=True):
-        wanted[place] += factor * row
-    _scipy.add_multiples(out, places, factor, rows)
-    np.testing.assert_array_equal(out, wanted)  # the same bits: the product is rounded
-    _scipy.add_multiples(out, places[:0], factor, rows[:0])
-    np.testing.assert_array_equal(out, wanted)
 
 
 def test_jax_can_name_compiled_programs_alike_and_write_them_from_any_process():

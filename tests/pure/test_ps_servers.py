@@ -19,6 +19,7 @@ from stratagem.errors import (
     RemoteError,
 )
 from stratagem.parameter_server import initial
+from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.gathered import Gathered
 from stratagem.parameter_server.jobs import WAITING, Jobs
@@ -111,6 +112,42 @@ def test_pulls_and_pushes_do_not_depend_on_how_variables_are_cut(count, parts, r
     np.testing.assert_array_equal(servers.read(table, 7, 31), expected[7:31])
     assert servers.read(dense)[0].tolist() == [-0.5, 0.5]
     assert servers.read(scalar) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 4), parts=st.integers(1, 60), rows=st.sets(st.integers(0, 49), min_size=1),
+    seed=st.integers(0, 9),
+)  # fmt: skip
+def test_sums_of_bags_do_not_depend_on_how_variables_are_cut(count, parts, rows, seed):
+    servers = Cluster(count).client()
+    servers.hello(start=True)
+    (table, _, scalar), units = model(servers, count, parts)
+    ids = np.array(sorted(rows), np.int64)
+    random = np.random.default_rng(seed)
+    places = random.integers(0, len(ids), (4, 3)).astype(np.int32)
+    bags = Bags.of([(places, 4)])
+    start = servers.read(table)
+    pulled = servers.pull([scalar], [(table, ids), (table, ids)], None, [bags, None])
+    np.testing.assert_allclose(pulled.rows[0], start[ids[places]].sum(1), atol=1e-6)
+    np.testing.assert_array_equal(pulled.rows[1], start[ids])
+    assert pulled.whole[0] == 3
+    gradients = random.normal(size=(4, 3)).astype(np.float32)
+    change = Item(units[0], ids, [("bags", Bagged(bags, gradients)), ("scalar", RATE)])
+    assert servers.push(1, 0, [change], pulled.versions).applied
+    assert not servers.push(1, 0, [change], pulled.versions).applied
+    expected = start.copy()
+    expected[ids] -= RATE * Bagged(bags, gradients).by_row(len(ids))
+    np.testing.assert_array_equal(servers.read(table), expected)
+
+
+def test_bags_of_no_rows_are_zero():
+    servers = Cluster(2).client()
+    servers.hello(start=True)
+    (table, _, _), _ = model(servers, 2)
+    bags = Bags.of([(np.zeros((3, 0), np.int32), 3)])
+    (found,) = servers.pull([], [(table, np.zeros(0, np.int64))], None, [bags]).rows
+    assert found.tolist() == [[0.0] * 3] * 3
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -316,7 +353,7 @@ _PLAIN = st.recursive(
     max_leaves=6,
 )  # fmt: skip
 _GOOD = {
-    "pull": {"whole": [[1, 0]], "rows": [[0, 0, 0, 2]]},
+    "pull": {"whole": [[1, 0]], "rows": [[0, 0, 0, 2, False]]},
     "read": {"vid": 0, "shard": 0, "start": 0, "stop": 3},
     "push": {"each": [{
         "closure": 5, "below": 1, "pulled": 0, "round": None, "staged": None, "weight": 1.0,
@@ -362,6 +399,47 @@ def test_requests_with_wrong_fields_are_refused_and_change_nothing(data):
         assert state() == before
 
 
+_ARRAYS = st.builds(
+    lambda values, dtype, column: np.asarray(values, dtype).reshape((-1, 1) if column else -1),
+    st.lists(st.integers(-1, 4), max_size=5),
+    st.sampled_from(["int32", "int64", "float32", "bool"]),
+    st.sampled_from([False, False, False, True]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    places=_ARRAYS, bounds=_ARRAYS, count=st.integers(0, 4), width=st.sampled_from([0, 3, 3, 4]),
+    dtype=st.sampled_from(["float32", "float32", "float64"]),
+)  # fmt: skip
+def test_bags_that_are_none_are_refused_and_change_nothing(places, bounds, count, width, dtype):
+    servers, state = _hostile()
+    ids, gradients = np.array([1, 3]), np.ones((count, width), dtype)
+    good = places.dtype == bounds.dtype == np.int32 and places.ndim == bounds.ndim == 1
+    good = good and len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(places)
+    good = good and (np.diff(bounds) >= 0).all() and all(p in (0, 1) for p in places)
+    fields = {"job": "job", "whole": [], "rows": [[0, 0, 0, 2, True]]}
+    peer = servers.peers[0]
+    if good:
+        answer = servers.hub.call(peer, "pull", fields, (ids, places, bounds), seconds=5)
+        assert answer.arrays[0].shape == (len(bounds) - 1, 3)
+    else:
+        with pytest.raises(RemoteError, match="ValueError"):
+            servers.hub.call(peer, "pull", fields, (ids, places, bounds), seconds=5)
+    before = state()
+    push = {
+        **_GOOD["push"]["each"][0], "closure": _hostile_numbers.pop(), "arrays": 5,
+        "items": [["table", 0, 0, [["bags", 1], ["scalar", 4]]]],
+    }  # fmt: skip
+    arrays = (ids, gradients, places, bounds, RATE)
+    answer = servers.hub.call(peer, "push", {"job": "job", "each": [push]}, arrays, seconds=5)
+    (told,) = answer.fields["each"]
+    fits = good and gradients.shape == (len(bounds) - 1, 3) and dtype == "float32"
+    assert told.get("type") == (None if fits else "ValueError")
+    assert fits or state() == before
+
+
+_hostile_numbers = list(range(10_000, 1_000, -1))
 _made: list = []
 
 

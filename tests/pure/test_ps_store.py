@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.parameter_server import initial, rounds
 from stratagem.parameter_server.applied import Applied, Tokens
+from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.partitioners import FixedShardsPartitioner
 from stratagem.parameter_server.plan import Placement, Unit
 from stratagem.parameter_server.rounds import Change
@@ -65,6 +66,40 @@ def test_pulled_rows_are_copies():
     (roomy,) = store.pull([], [(0, 0, numbers(1, 5, 39))], rooms=[6])
     np.testing.assert_array_equal(roomy[:3], old[[1, 5, 39]] - 0.5)
     assert roomy[3:].tolist() == [[0.0] * 3] * 3
+
+
+def test_sums_are_pulled_and_their_gradients_pushed():
+    store = table()
+    rows, bags = numbers(1, 5, 39), Bags.of([(np.asarray([[0, 2], [2, 2]], np.int32), 2)])
+    old = store.read(0, 0, 0, ROWS)
+    (sums,) = store.pull([], [(0, 0, rows)], bags=[bags])
+    np.testing.assert_array_equal(sums, [old[1] + old[39], old[39] + old[39]])
+    gradients = np.asarray([[1, 2, 3], [4, 5, 6]], np.float32)
+    found = store.updates.by_row("sgd", rows, Bagged(bags, gradients), store.specs)
+    np.testing.assert_array_equal(found, [[1, 2, 3], [0, 0, 0], [9, 12, 15]])
+
+
+def test_what_cannot_be_added_up():
+    store = table()
+    place = Placement(1)
+    whole, scalar = place.place(7, "i", (4, 2), "int32"), place.place(8, "s", (), "float32")
+    store.create([whole, scalar], dict.fromkeys((7, 8), initial.constant(0)))
+    store.install([Unit("i", (7,), SGD)])
+    bags = Bags.of([(np.zeros((1, 2), np.int32), 1)])
+    with pytest.raises(ValueError, match=r"variable 'i': expected a table of a preset size with"):
+        store.pull([], [(7, 0, numbers(0))], bags=[bags])
+    with pytest.raises(ValueError, match=r"bags of rows from 0 to -1. Got 0 to 0"):
+        store.pull([], [(0, 0, numbers())], bags=[bags])
+
+    def push(uid, gradients):
+        store.updates.by_row(uid, numbers(0), Bagged(bags, gradients), store.specs)
+
+    with pytest.raises(ValueError, match="Got a variable, int32"):
+        push("i", np.ones((1, 2), "int32"))
+    with pytest.raises(ValueError, match="Expected a unit that is installed. Got 'none'"):
+        push("none", np.ones((1, 2), "float32"))
+    with pytest.raises(ValueError, match=r"gradients float32\[1, 3\] of 1 bags. Got float32\[2, 3"):
+        push("sgd", np.ones((2, 3), "float32"))
 
 
 def test_rows_of_one_shard_are_named_by_their_numbers_in_the_whole_variable():

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import stratagem
+from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.link import Link
+from stratagem.parameter_server.units import Units
+from stratagem.step import by_lookup
 
 ROWS = 50
 
@@ -43,6 +46,29 @@ def test_mask_zero(served, caplog):
     mine = run(served(1, 2, variable_partitioner=shards(2)), mask_zero=True)
     assert "is looked up by row" not in caplog.text
     for a, b in zip(mine, run(None, mask_zero=True), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "how"),
+    [
+        (1, 1, {}),
+        (1, 2, {}),
+        (2, 2, {"consistency": "synchronous"}),
+        (1, 1, {"consistency": "hybrid"}),
+    ],
+)
+def test_only_sums_of_what_is_pooled_travel(served, monkeypatch, workers, servers, how):
+    monkeypatch.setattr(by_lookup, "_LEAST", 0)
+    summed, pushed = [], []
+    sums, by_row = Bags.sums, Units.by_row
+    monkeypatch.setattr(Bags, "sums", lambda *args: summed.append(args[3]) or sums(*args))
+    monkeypatch.setattr(Units, "by_row", lambda *args: pushed.append(1) or by_row(*args))
+    mine = run(served(workers, servers, variable_partitioner=shards(servers), **how))
+    # A step has one batch of 8 bags (or two of 4), of some 20 rows.
+    assert all(numbers is not None for numbers in summed)  # by servers
+    assert len(summed) == len(pushed) == 3 * workers * servers
+    for a, b in zip(mine, run(None), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -295,7 +295,9 @@ class _Computer:
             return outcome("needs-program", arrays=(as_array(cloudpickle.dumps(specs)),))
         runner, parts = variant.runner, variant.runner.parts
         given = [self._given(g, fields, taken) for g in parts.given]
-        wanted = runner.prepare(arguments, given)
+        wanted = runner.prepare(
+            arguments, given, [len(self._specs[t.vid].shards) for t in parts.tables]
+        )
         whole: Sequence[np.ndarray] = ()
         rows: Sequence[np.ndarray] = ()
         versions: Any = None
@@ -304,6 +306,7 @@ class _Computer:
                 [self._specs[vid] for vid in parts.whole],
                 [(self._specs[t.vid], w.ids) for t, w in zip(parts.tables, wanted, strict=True)],
                 [w.padded for w in wanted],
+                [w.bags for w in wanted],
             )
             whole, rows, versions = pulled.whole, pulled.rows, pulled.versions
             self._answer_pushed()  # so that the next closure is here when this one is done
@@ -361,7 +364,7 @@ class _Variant:
     def handed(self, item: Mapping[str, Any], share: float) -> Sequence[tuple[str, np.ndarray]]:
         """What an update is handed. What does not wait for its round is weighed as in a round, so
         that rows of tables move no further with more workers."""
-        handed: Sequence[tuple[str, np.ndarray]] = item["handed"]
+        handed: Sequence[tuple[str, Any]] = item["handed"]
         if self.staged is None or item["uid"] in self.staged or share == 1.0:
             return handed
         return [(kind, x if kind == "scalar" else weighed(x, share)) for kind, x in handed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +18,13 @@ class Item:
     Attributes:
         unit: which; its program need not be there.
         rows: numbers of the rows, int64, sorted, no number twice; None: all.
-        handed: kind ("scalar", "rows", "whole") and value of each.
+        handed: kind ("scalar", "rows", "whole") and value of each; "bags": a `Bagged`, of which a
+            server makes rows.
     """
 
     unit: Unit
     rows: np.ndarray | None
-    handed: Sequence[tuple[str, np.ndarray]]
+    handed: Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Pulled:
 
     Attributes:
         whole: of each variable.
-        rows: `[ids, ...]` of each table; longer where there was to be room.
+        rows: `[ids, ...]` of each table, longer where there was to be room; or sums of its bags.
         versions: of each server; None of one that was not asked.
     """
 

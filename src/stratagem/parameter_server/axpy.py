@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stratagem._scipy import add_multiples
+from stratagem.parameter_server.kernels import DTYPES, add_multiples
 
 if TYPE_CHECKING:
     from stratagem.parameter_server.block import Block
     from stratagem.parameter_server.rows import Operand, RowProgram
-
-_DTYPES = ("float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Axpy:
             scale = handed[self.scale - len(blocks)][()]
         else:
             scale = self.scale.scalar
-        if dtype.name not in _DTYPES or not dtype == added.dtype == scale.dtype:
+        if dtype.name not in DTYPES or not dtype == added.dtype == scale.dtype:
             return False
         block.changed()
         add_multiples(block.array, rows, self.sign * scale, added)

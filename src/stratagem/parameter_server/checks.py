@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from stratagem.parameter_server import initial
+from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.block import Block
+from stratagem.parameter_server.kernels import DTYPES
 from stratagem.parameter_server.plan import Spec
 
 
@@ -55,6 +57,18 @@ def room(spec: Spec, rows: np.ndarray, room: int) -> None:
             f"variable {spec.name!r}: expected an array for {len(rows)} to {most} rows. Got one "
             f"for {room}. Use the client of this version."
         )
+
+
+def bags(spec: Spec, bags: Bags, rows: int) -> None:
+    """Raises ValueError unless these are bags of so many rows of a variable that has sums."""
+    if spec.dtype not in DTYPES or spec.dynamic is not None or not spec.shape:
+        kind = "a dynamic table" if spec.dynamic is not None else "a variable"
+        raise ValueError(
+            f"variable {spec.name!r}: expected a table of a preset size with rows of "
+            f"{' or '.join(DTYPES)}, to add rows up. Got {kind}, {spec.dtype}{list(spec.shape)}. "
+            "Pull and push its rows."
+        )
+    bags.check(rows)
 
 
 def sorted_rows(block: Block, rows: np.ndarray) -> None:

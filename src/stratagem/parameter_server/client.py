@@ -12,6 +12,7 @@ import numpy as np
 from stratagem.errors import PeerLostError, RemoteError
 from stratagem.parameter_server import cut
 from stratagem.parameter_server.answers import Committed, Item, Pulled, Pushed
+from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.gathered import Gathered, Part
 from stratagem.parameter_server.pending import Pending, as_raised
@@ -130,7 +131,7 @@ class Servers:
 
     def pull(
         self, whole: Sequence[Spec] = (), rows: Sequence[tuple[Spec, np.ndarray]] = (),
-        rooms: Sequence[int] | None = None,
+        rooms: Sequence[int] | None = None, bags: Sequence[Bags | None] = (),
     ) -> Pulled:  # fmt: skip
         """Values of variables, and rows of tables. Raises as `Pending.result`.
 
@@ -138,9 +139,10 @@ class Servers:
             whole: variables.
             rows: tables, each with sorted ids, no id twice.
             rooms: how long the arrays of rows are, with zeros at the end; None: as the ids.
+            bags: for each table bags of its ids, whose sums come instead; None: rows do.
         """
         self.know([*whole, *(spec for spec, _ in rows)])
-        asked = cut.Pull(len(self.peers), whole, rows, rooms)
+        asked = cut.Pull(len(self.peers), whole, rows, rooms, bags)
         servers = asked.servers()
         answers = self.wait([self.post(s, "pull", *asked.request(s)) for s in servers])
         versions: list[int | None] = [None] * len(self.peers)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.buckets import server_of
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec
@@ -69,13 +70,15 @@ class Pull:
         rows: variables and sorted row numbers.
         rooms: how long the arrays of rows are to be, with zeros at the end; None: as many as are
             asked for.
+        bags: of the rows of each, of which the sums are asked for; None: the rows.
     """
 
     def __init__(
         self, servers: int, whole: Sequence[Spec], rows: Sequence[tuple[Spec, np.ndarray]],
-        rooms: Sequence[int] | None = None,
+        rooms: Sequence[int] | None = None, bags: Sequence[Bags | None] = (),
     ):  # fmt: skip
         self._whole, self._rows = whole, rows
+        self._bags = bags or [None] * len(rows)
         self._rooms = [len(ids) for _, ids in rows] if rooms is None else rooms
         self._parts = [by_shard(spec, ids) for spec, ids in rows]
         # For each server the shards that it is asked for: whole ones, then parts of rows.
@@ -97,19 +100,23 @@ class Pull:
     def request(self, server: int) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Fields and arrays for one."""
         whole = [[self._whole[at].vid, index] for at, index in self._asked_whole[server]]
-        rows = []
+        rows: list[Any] = []
         arrays: list[np.ndarray] = []
         for at, (index, a, b) in self._asked_rows[server]:
-            spec, ids = self._rows[at]
-            alone = len(self._parts[at]) == 1 and spec.dynamic is None
-            rows.append([spec.vid, index, len(arrays), self._rooms[at] if alone else b - a])
+            (spec, ids), bags = self._rows[at], self._bags[at]
+            alone = len(self._parts[at]) == 1 and spec.dynamic is None and bags is None
+            room = self._rooms[at] if alone else b - a
+            rows.append([spec.vid, index, len(arrays), room, bags is not None])
             arrays.append(ids[a:b])
+            if bags is not None:
+                own = bags.within(a, b, len(ids))
+                arrays += [own.places, own.bounds]
         return {"whole": whole, "rows": rows}, arrays
 
     def join(
         self, answers: Mapping[int, Sequence[np.ndarray]]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Whole values and rows, of the arrays that each server sent."""
+        """Whole values, and rows or sums of bags, of the arrays that each server sent."""
         whole: list[list[Any]] = [[None] * len(spec.shards) for spec in self._whole]
         rows: list[list[Any]] = [[] for _ in self._rows]
         for server, arrays in answers.items():
@@ -120,11 +127,25 @@ class Pull:
             for (at, (index, _, _)), array in pieces:
                 rows[at].append((index, array))
         ordered = [[array for _, array in sorted(r, key=lambda x: x[0])] for r in rows]
-        every = zip(self._rows, ordered, self._rooms, strict=True)
+        every = zip(self._rows, ordered, self._rooms, self._bags, strict=True)
         return (
             [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in whole],
-            [_in_room(spec, parts, room) for (spec, _), parts, room in every],
+            [
+                _in_room(spec, parts, room) if bags is None else _total(spec, parts, len(bags))
+                for (spec, _), parts, room, bags in every
+            ],
         )
+
+
+def _total(spec: Spec, parts: list[np.ndarray], bags: int) -> np.ndarray:
+    """Sums of bags, of those over the rows of each server."""
+    if len(parts) == 1:
+        return parts[0]
+    total = aligned((bags, *spec.shape[1:]), dtype_of(spec.dtype))
+    total[...] = parts[0] if parts else 0
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _in_room(spec: Spec, parts: Sequence[np.ndarray], room: int) -> np.ndarray:
@@ -160,7 +181,7 @@ class Push:
 
     def add(
         self, spec: Spec, uid: int | str, rows: np.ndarray | None,
-        handed: Sequence[tuple[str, np.ndarray]],
+        handed: Sequence[tuple[str, Any]],
     ) -> None:  # fmt: skip
         """Adds a change of a unit, whose variables are placed as one variable is."""
         if rows is None:
@@ -183,6 +204,10 @@ class Push:
             values = []
             for kind, value in handed:
                 values.append([kind, len(arrays)])
+                if kind == "bags":
+                    own = value.bags.within(start, stop, total)
+                    arrays += [value.gradients, own.places, own.bounds]
+                    continue
                 cut = kind == "rows" and bool(spec.shape)
                 arrays.append(value[start:stop] if cut else value)
             self._items[server].append([uid, index, place, values])

@@ -22,3 +22,21 @@ def available(limits: tuple[Path, ...] = _LIMITS) -> int:
         except (OSError, ValueError):  # Not there, or "max": no limit.
             continue
     return int(total * _SHARE)
+
+
+def check(server: int, limit: int, there: int, more: int, what: str) -> None:
+    """Raises MemoryError where a server has no room for more.
+
+    Args:
+        server: which.
+        limit: bytes that it may keep.
+        there: bytes that it keeps.
+        more: bytes that it is to keep.
+        what: that is.
+    """
+    if more and there + more > limit:
+        raise MemoryError(
+            f"ps {server}: expected at most {limit:,} bytes of variables and staged gradients. Got "
+            f"{more:,} more for {what}, beside {there:,}. Use more parameter servers, smaller "
+            "tables or a higher memory limit."
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.plan import Spec, Unit, are_counts, is_count, is_uid
 from stratagem.parameter_server.rounds import Change
 from stratagem.parameter_server.store import Store, Token
@@ -130,20 +131,22 @@ def starts(said: Fields) -> dict[int, Any]:
 def pull(
     store: Store, said: Fields, allocate: Allocate = np.empty, with_room: bool = False
 ) -> Answer:
-    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers, room]].
+    """`pull`: whole [[vid, shard]], rows [[vid, shard, place of the numbers, room, in bags]].
 
+    The places and bounds of bags follow the numbers.
     Room is made where it does not travel; elsewhere the client makes it.
     """
     whole = [
         (_number(said, "whole", v), _number(said, "whole", s)) for v, s in said.entries("whole", 2)
     ]
-    asked = said.entries("rows", 4)
+    asked = said.entries("rows", 5)
     rows = [
         (_number(said, "rows", v), _number(said, "rows", s), said.array(a, "rows"))
-        for v, s, a, _ in asked
+        for v, s, a, _, _ in asked
     ]
-    rooms = [_number(said, "rows", room) for _, _, _, room in asked]
-    found = store.pull(whole, rows, allocate, rooms if with_room else ())
+    rooms = [_number(said, "rows", room) for _, _, _, room, _ in asked]
+    bags = [_bags(said, "rows", place) if bagged else None for _, _, place, _, bagged in asked]
+    found = store.pull(whole, rows, allocate, rooms if with_room else (), bags)
     return {"version": store.version}, found
 
 
@@ -153,20 +156,34 @@ def read(store: Store, said: Fields) -> Answer:
     return {"version": store.version}, (found,)
 
 
-def changes(said: Fields) -> list[Change]:
-    """The field `items`: [[unit, shard, place of row numbers or None, [[kind, place]]]]."""
+def _bags(said: Fields, name: str, place: int) -> Bags:
+    """Places and bounds, after the array at a place."""
+    return Bags(said.array(place + 1, name), said.array(place + 2, name))
+
+
+def changes(said: Fields, store: Store | None = None) -> list[Change]:
+    """The field `items`: [[unit, shard, place of row numbers or None, [[kind, place]]]].
+
+    Args:
+        said: the request.
+        store: adds gradients of bags up by row; None: there are none.
+    """
     found = []
     for uid, shard, rows, handed in said.entries("items", 4):
         if not is_uid(uid):
             said.refuse("items", "the name of a unit", uid)
         if not _is_list(handed) or not all(_is_list(x) and len(x) == 2 for x in handed):
             said.refuse("items", "kinds and arrays", handed)
+        numbers = None if rows is None else said.array(rows, "items")
         values = []
         for kind, place in handed:
+            value = said.array(place, "items")
+            if kind == "bags" and store is not None and numbers is not None:
+                bagged = Bagged(_bags(said, "items", place), value)
+                kind, value = "rows", store.updates.by_row(uid, numbers, bagged, store.specs)
             if kind not in _KINDS:
                 said.refuse("items", f"a kind of {', '.join(_KINDS)}", kind)
-            values.append((kind, said.array(place, "items")))
-        numbers = None if rows is None else said.array(rows, "items")
+            values.append((kind, value))
         found.append(Change(uid, _number(said, "items", shard), numbers, tuple(values)))
     return found
 
@@ -198,7 +215,7 @@ def _push(store: Store, said: Fields) -> dict[str, Any]:
     done = store.push(
         said.count("closure"),
         said.count("below"),
-        changes(said),
+        changes(said, store),
         said.maybe_count("pulled"),
         said.maybe_count("round"),
         staged,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from stratagem.parameter_server.bags import Bagged
 from stratagem.parameter_server.dtypes import is_small_float
 
 
@@ -171,8 +172,10 @@ def _sum(found: Sequence[tuple[float, Change]]) -> Change:
     return Change(first.uid, first.shard, rows, tuple(handed))
 
 
-def weighed(value: np.ndarray, weight: float) -> np.ndarray:
-    """A gradient times a weight; integers stay as they are."""
+def weighed(value: Any, weight: float) -> Any:
+    """A gradient, or those of bags, times a weight; integers stay as they are."""
+    if isinstance(value, Bagged):
+        return replace(value, gradients=weighed(value.gradients, weight))
     wide = np.dtype(np.float32) if is_small_float(value.dtype) else value.dtype
     if wide.kind not in "fc":
         return value

@@ -14,6 +14,7 @@ import numpy as np
 
 from stratagem.parameter_server import checks, initial, memory
 from stratagem.parameter_server.applied import Applied, Tokens
+from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.block import Block, assign, check_operation, update
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec, Unit
@@ -37,6 +38,7 @@ class Store:
             can give.
 
     Attributes:
+        updates: units with their programs.
         version: how many pushes and commits were applied.
         before_write: called with a variable, a shard and local rows before they change.
         elsewhere: says what else counts towards the limit.
@@ -53,14 +55,14 @@ class Store:
         self.version = 0
         self.specs: dict[int, Spec] = {}
         self.blocks: dict[tuple[int, int], Block] = {}
-        self._updates, self.tables = Units(), Tables()
+        self.updates, self.tables = Units(), Tables()
         self.applied, self.tokens, self.rounds = Applied(), Tokens(), Rounds()
         self.before_write: Callable[[int, int, Rows], None] | None = None
 
     @property
     def units(self) -> Mapping[int | str, Unit]:
         """Those that are installed."""
-        return self._updates.units
+        return self.updates.units
 
     @property
     def nbytes(self) -> int:
@@ -145,14 +147,14 @@ class Store:
             ValueError: another unit has its number; its variables are not here, or differ in
                 shape or shards; its program is none.
         """
-        self._updates.install(units, self.specs)
+        self.updates.install(units, self.specs)
 
     def delete(self, vids: Iterable[int]) -> None:
         """Removes variables, and the units that have any of them; unknown ones are no error."""
         gone = set(vids)
         self.specs = {vid: spec for vid, spec in self.specs.items() if vid not in gone}
         self.blocks = {key: block for key, block in self.blocks.items() if key[0] not in gone}
-        self._updates.remove(gone)
+        self.updates.remove(gone)
         self.tables.remove(gone)
 
     # Values
@@ -160,31 +162,36 @@ class Store:
     def pull(
         self, whole: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, np.ndarray]],
         allocate: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty,
-        rooms: Sequence[int] = (),
+        rooms: Sequence[int] = (), bags: Sequence[Bags | None] = (),
     ) -> list[np.ndarray]:  # fmt: skip
-        """Copies of whole shards, then of rows.
+        """Copies of whole shards, then rows or sums of them.
 
         Args:
             whole: variable and shard of each.
             rows: variable, shard, and row numbers in the variable: int64, sorted, none twice.
             allocate: makes the arrays for rows, of a shape and a dtype.
             rooms: how long the arrays of rows are, with zeros at the end; not of dynamic tables.
+            bags: of the rows of each, whose sums are wanted; None: the rows are.
 
-        Raises:
-            ValueError: one is not here.
+        Raises ValueError for one that is not here, or cannot be added up.
         """
-        rooms = rooms or [len(ids) for _, _, ids in rows]
-        plan = [(v, self._rows_of(v, i), n, r) for (v, i, n), r in zip(rows, rooms, strict=True)]
-        for vid, block, ids, room in plan:
+        rooms, bags = rooms or [len(ids) for _, _, ids in rows], bags or [None] * len(rows)
+        every = zip(rows, rooms, bags, strict=True)
+        plan = [(v, self._rows_of(v, i), n, room, own) for (v, i, n), room, own in every]
+        for vid, block, ids, room, own in plan:
             checks.sorted_rows(block, ids)
             checks.room(self.specs[vid], ids, room)
+            if own is not None:
+                checks.bags(self.specs[vid], own, len(ids))
         found = [self.block(vid, i).whole(_KEPT_COPY) for vid, i in whole]
-        for vid, block, ids, room in plan:
+        for vid, block, ids, room, own in plan:
             if vid in self.tables:
                 found.append(self.tables.pull(vid, ids))
                 continue
-            out = allocate((room, *block.array.shape[1:]), block.array.dtype)
-            found.append(block.take(checks.local(block, ids), out))
+            count = room if own is None else len(own)
+            out = allocate((count, *block.array.shape[1:]), block.array.dtype)
+            here = checks.local(block, ids)
+            found.append(block.take(here, out) if own is None else own.sums(block.array, out, here))
         return found
 
     def read(self, vid: int, shard: int, start: int, stop: int) -> np.ndarray:
@@ -308,8 +315,8 @@ class Store:
 
     def check(self, change: Change) -> None:
         """Raises ValueError for a change that its unit cannot make."""
-        unit = self._updates.unit(change.uid)
-        self._updates.check(change, self._rows_of(unit.vids[0], change.shard), self.specs)
+        unit = self.updates.unit(change.uid)
+        self.updates.check(change, self._rows_of(unit.vids[0], change.shard), self.specs)
 
     def status(self) -> dict[str, Any]:
         """Numbers for people and for the coordinator."""
@@ -341,7 +348,7 @@ class Store:
         results: list[tuple[int, int, np.ndarray]] = []
         by_row = []
         for change in changes:
-            unit, program = self.units[change.uid], self._updates.program(change.uid)
+            unit, program = self.units[change.uid], self.updates.program(change.uid)
             if not isinstance(program, WholeProgram):
                 by_row.append((change, unit, program))
                 continue
@@ -389,12 +396,5 @@ class Store:
         assign(block, op, where, value)
 
     def _check_memory(self, more: int, what: str) -> None:
-        if not more:
-            return
         there = self.nbytes + self.rounds.nbytes + self.elsewhere()
-        if there + more > self.memory_limit:
-            raise MemoryError(
-                f"ps {self.server}: expected at most {self.memory_limit:,} bytes of variables and "
-                f"staged gradients. Got {more:,} more for {what}, beside {there:,}. Use more "
-                "parameter servers, smaller tables or a higher memory limit."
-            )
+        memory.check(self.server, self.memory_limit, there, more, what)

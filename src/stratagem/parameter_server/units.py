@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from stratagem.parameter_server import checks
+from stratagem.parameter_server.bags import Bagged
 from stratagem.parameter_server.block import Block
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec, Unit
@@ -98,6 +99,24 @@ class Units:
                     f"{value.shape} as {kind!r}. Push one value a row."
                 )
         self._try(change, program, specs)
+
+    def by_row(
+        self, uid: int | str, rows: np.ndarray, gradients: Bagged, specs: Specs
+    ) -> np.ndarray:  # fmt: skip
+        """Sums of gradients of bags, one for each of some rows of a unit.
+
+        Raises:
+            ValueError: it is not here, or they are of other rows.
+        """
+        spec = specs[self.unit(uid).vids[0]]
+        got, bags = gradients.gradients, gradients.bags
+        checks.bags(spec, bags, len(rows))
+        if (got.dtype.name, *got.shape) != (spec.dtype, len(bags), *spec.shape[1:]):
+            raise ValueError(
+                f"unit {uid}: expected gradients {spec.dtype}{[len(bags), *spec.shape[1:]]} of "
+                f"{len(bags)} bags. Got {got.dtype}{list(got.shape)}. Push one for each bag."
+            )
+        return gradients.by_row(len(rows))
 
     def _try(self, change: Change, program: RowProgram, specs: Specs) -> None:
         """Runs the program on a row of zeros, once for each combination of dtypes."""

@@ -231,6 +231,7 @@ class _Division:
     def _table(self, worker: WorkerPart, index: int, number_of: dict[Any, int]) -> Table:
         aval = self.flow.state[index].aval
         lookups = worker.by_row.lookups[index]
+        bags = [worker.by_lookup.bags.get((index, k.ids), 0) for k in lookups]
         return Table(
             self._vid(index),
             self.variables[index].path,
@@ -241,6 +242,7 @@ class _Division:
             tuple(k.clip for k in lookups),
             self._servers(index),
             index in worker.by_lookup.tables,
+            tuple(bags) if any(bags) else (),
         )
 
     def _refuse_dynamic(self, index: int, why: str) -> None:

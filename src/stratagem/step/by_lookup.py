@@ -3,7 +3,8 @@
 For large lookups XLA's gather and scatter-add on CPU take longer than NumPy's `take`, and a product
 with a sparse matrix of ones; and a program without arrays of pulled rows has one shape, however
 many rows a batch needs. So the program gets what each lookup gets, and returns the gradients of
-that; this says for which tables that is all there is to it.
+that; this says for which tables that is all there is to it. Where a step only sums what its lookups
+get over ids, as over those of one feature, it gets the sums (`parameter_server/bags.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from stratagem.parameter_server.kernels import DTYPES
 from stratagem.step.flatten import Equation
 from stratagem.step.flow import Flow
 from stratagem.step.program import variables_of
 from stratagem.step.tables import ByRow
 
-_SUMMED = ("float32", "float64")  # dtypes that SciPy adds up as XLA does, one after the other
 # Elements of all lookups of a table in a step, from where on it pays: each table costs some 90 us
 # more, each element 1 to 2 ns less (two cores, a worker alone).
 _LEAST = 1 << 16
@@ -36,7 +37,8 @@ class ByLookup:
 
     Attributes:
         tables: their positions.
-        looked_up: for each result of a gather its table and row numbers.
+        looked_up: for each result of a gather, or of the sum over it, its table and row numbers.
+        bags: for those of which sums are needed alone, over how many of their last dimensions.
         totals: for each of `wanted` that is of these tables what it is the sum of: gradients
             `[..., *row]`, and the row numbers that they are of.
         left: equations that the compiled program does without, by identity.
@@ -46,8 +48,13 @@ class ByLookup:
         self, flow: Flow, by_row: ByRow, wanted: Sequence[tuple[Any, int]], refused: set[int]
     ):
         self._flow, self._by_row = flow, by_row
+        self._users: dict[Any, list[Equation]] = {}
+        for eqn in flow.eqns:
+            for v in variables_of(eqn.invars):
+                self._users.setdefault(v, []).append(eqn)
         self.tables: set[int] = set()
         self.looked_up: dict[Any, tuple[int, Any]] = {}
+        self.bags: dict[tuple[int, Any], int] = {}
         self.totals: dict[tuple[Any, int], list[tuple[Any, Any]]] = {}
         self.left: set[int] = set()
         for table in by_row.tables:
@@ -76,7 +83,45 @@ class ByLookup:
             self.tables.add(table)
             self.totals.update(totals)
             self.left |= met
+            self._look_up(found)
+
+    def _look_up(self, found: dict[Any, tuple[int, Any]]) -> None:
+        """Notes what a table's lookups get: rows, or sums of all."""
+        sums = {v: self._sum(v, ids.aval.ndim - 1) for v, (_, ids) in found.items()}
+        bags = {(found[v], one[1]) for v, one in sums.items() if one is not None}
+        if None in sums.values() or len(bags) > len(set(found.values())):
             self.looked_up.update(found)
+            return
+        self.bags.update(bags)
+        for v, one in sums.items():
+            if one is not None:
+                self.looked_up[one[0]] = found[v]
+                self.left.update(map(id, one[2]))
+
+    def _sum(self, v: Any, lookup: int) -> tuple[Any, int, list[Equation]] | None:
+        """The sum over the last dimensions of what a lookup got, if nothing else is made of it.
+
+        Args:
+            v: `[*lookup, *row]`.
+            lookup: how many dimensions of a lookup it has.
+
+        Returns:
+            The sum, over how many dimensions, and the equations that make it.
+        """
+        eqns: list[Equation] = []
+        while True:
+            (eqn, *others) = self._users.get(v, [None])
+            if eqn is None or others or v in self._flow.jaxpr.outvars:
+                return None
+            eqns.append(eqn)
+            if eqn.primitive.name not in _PASSES:
+                break
+            v = eqn.outvars[0]
+        if eqn.primitive.name != "reduce_sum" or v.aval.dtype.name not in DTYPES:
+            return None
+        axes = sorted(eqn.params["axes"])
+        last = axes == list(range(lookup - len(axes), lookup))
+        return (eqn.outvars[0], len(axes), eqns) if axes and last else None
 
     def _terms(self, value: Any, own: set[Any], explained: set[int]) -> list[tuple[Any, Any]]:
         """What a value is the sum of, and adds the equations that say so."""
@@ -124,7 +169,7 @@ def _adds_in_order(eqn: Equation, own: set[Any]) -> bool:
     """True for an addition of `[*lookup, *row]` to zeros."""
     if eqn.primitive.name != "scatter-add" or not own.isdisjoint(variables_of(eqn.invars)):
         return False
-    if isinstance(eqn.invars[2], Literal) or eqn.outvars[0].aval.dtype.name not in _SUMMED:
+    if isinstance(eqn.invars[2], Literal) or eqn.outvars[0].aval.dtype.name not in DTYPES:
         return False
     count = eqn.invars[1].aval.ndim - 1
     dims = tuple(eqn.params["dimension_numbers"].update_window_dims)

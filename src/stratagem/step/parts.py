@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ class Table:
             lookups are operands of `step.ids.row_number_p`.
         by_lookup: the compute program takes the rows that each lookup got, `[*lookup, *row]`,
             instead of the pulled rows and positions in them.
+        bags: for each lookup, over how many of its last dimensions the compute program takes the
+            sum of the rows, `[*lookup[:-n], *row]`; empty: it takes rows.
     """
 
     vid: int
@@ -54,6 +57,12 @@ class Table:
     clip: tuple[bool, ...]
     servers: int = 0
     by_lookup: bool = False
+    bags: tuple[int, ...] = ()
+
+    def bags_of(self, lookups: Sequence[np.ndarray]) -> list[int]:
+        """How many bags each lookup is."""
+        every = zip(lookups, self.bags, strict=True)
+        return [math.prod(ids.shape[: ids.ndim - n]) for ids, n in every]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from stratagem.parameter_server.bags import Bagged, Bags
+from stratagem.parameter_server.cut import aligned
 from stratagem.parameter_server.tables import in_order
 from stratagem.step.ids import whole as whole_ids
-from stratagem.step.lookups import added, taken
 from stratagem.step.parts import Parts, Sum, Table
 from stratagem.step.ship import unship
 
@@ -30,11 +32,19 @@ class Wanted:
         ids: int64 `[n]`, sorted, distinct.
         positions: for each lookup, where in `ids` its row numbers are, int32.
         padded: how many rows are pulled, at least n; those beyond are zero.
+        bags: of these rows, of which the sums alone are pulled; None: rows are.
+        servers: on how many servers they are at most; 0 where nobody said.
     """
 
     ids: np.ndarray
     positions: tuple[np.ndarray, ...]
     padded: int
+    bags: Bags | None = None
+    servers: int = 0
+
+    def fewer(self, bags: int) -> bool:
+        """Whether to or from each server sums of so many bags are less than rows are."""
+        return 0 < self.servers * bags < len(self.ids)
 
 
 class Runner:
@@ -52,8 +62,15 @@ class Runner:
         self._padded = [0] * len(parts.tables)
         self._constant: list[np.ndarray] | None = None  # what a program without inputs gives
 
-    def prepare(self, arguments: Sequence[Any], given: Sequence[Any]) -> list[Wanted]:
+    def prepare(
+        self, arguments: Sequence[Any], given: Sequence[Any], servers: Sequence[int] = ()
+    ) -> list[Wanted]:
         """The rows of each table that a closure needs.
+
+        Args:
+            arguments: of the step.
+            given: values of `parts.given`.
+            servers: on how many servers each table is; nothing: rows are to be pulled, and pushed.
 
         Raises:
             ValueError: a row number is not in its table.
@@ -61,7 +78,11 @@ class Runner:
         if self._ids is None:
             return []
         numbers = [np.asarray(v) for v in self._ids(*arguments, *given)]
-        return [self._wanted(i, t, numbers) for i, t in enumerate(self.parts.tables)]
+        wanted = [self._wanted(i, t, numbers) for i, t in enumerate(self.parts.tables)]
+        if servers:
+            every = zip(self.parts.tables, wanted, servers, strict=True)
+            wanted = [_in_bags(t, dataclasses.replace(w, servers=n)) for t, w, n in every]
+        return wanted
 
     def _wanted(self, index: int, table: Table, numbers: Sequence[np.ndarray]) -> Wanted:
         if table.servers:
@@ -112,7 +133,7 @@ class Runner:
 
         Args:
             whole: values of `parts.whole`.
-            rows: for each table the rows `[padded, ...]` that `wanted` asks for.
+            rows: for each table the rows `[padded, ...]` that `wanted` asks for, or sums of bags.
             wanted: of `prepare`.
             arguments: of the step.
             given: values of `parts.given`.
@@ -123,7 +144,9 @@ class Runner:
         """
         tables = list(zip(self.parts.tables, rows, wanted, strict=True))
         kept = [r for t, r, _ in tables if not t.by_lookup]
-        looked_up = [taken(r, p) if t.by_lookup else p for t, r, w in tables for p in w.positions]
+        looked_up = [
+            x for t, r, w in tables for x in (_looked_up(t, r, w) if t.by_lookup else w.positions)
+        ]
         inputs = (*whole, *kept, *looked_up, *arguments, *given, *local)
         values = self._constant
         if values is None or inputs:
@@ -144,26 +167,65 @@ class Runner:
             for push in self.parts.pushes
         ]
 
-    def _sum(self, about: Sum, handed: Sequence[np.ndarray], wanted: Wanted) -> np.ndarray:
+    def _sum(self, about: Sum, handed: Sequence[np.ndarray], wanted: Wanted) -> Any:
+        """The gradient of each row; or those of bags, if they are fewer."""
         row = self.parts.tables[about.table].shape
-        total, *others = (
-            added(handed[g], wanted.positions[k], len(wanted.ids), row) for g, k in about.terms
-        )
-        for other in others:
-            np.add(total, other, out=total)
+        terms = [(handed[g], wanted.positions[k]) for g, k in about.terms]
+        own = [(g.reshape(math.prod(g.shape[: g.ndim - len(row)]), *row), p) for g, p in terms]
+        if wanted.fewer(sum(len(g) for g, _ in own)):
+            bags = Bags.of([(p, len(g)) for g, p in own])
+            return Bagged(bags, own[0][0] if len(own) == 1 else np.concatenate([g for g, _ in own]))
+        total = np.zeros((len(wanted.ids), *row), own[0][0].dtype)
+        for g, p in own:
+            Bagged(Bags.of([(p, len(g))]), g).add_to(total)
         return total
 
 
 def _handed(
     handed: Sequence[np.ndarray], kind: str, number: int, table: int | None,
-    sums: Sequence[np.ndarray], wanted: Sequence[Wanted],
-) -> tuple[str, np.ndarray]:  # fmt: skip
+    sums: Sequence[Any], wanted: Sequence[Wanted],
+) -> tuple[str, Any]:  # fmt: skip
     if kind == "sum":
-        return "rows", sums[number]
+        return "bags" if isinstance(sums[number], Bagged) else "rows", sums[number]
     value = handed[number]
     if table is None or kind == "scalar":
         return kind, value
     return kind, value[: len(wanted[table].ids)]
+
+
+def _in_bags(table: Table, wanted: Wanted) -> Wanted:
+    """Sums of bags instead of rows, where the step needs those alone and they are fewer."""
+    if not table.bags:
+        return wanted
+    bags = Bags.of(list(zip(wanted.positions, table.bags_of(wanted.positions), strict=True)))
+    return dataclasses.replace(wanted, bags=bags) if wanted.fewer(len(bags)) else wanted
+
+
+def _looked_up(table: Table, rows: np.ndarray, wanted: Wanted) -> list[np.ndarray]:
+    """What each lookup gets."""
+    if not table.bags:
+        return [taken(rows, where) for where in wanted.positions]
+    counts = table.bags_of(wanted.positions)
+    if wanted.bags is None:
+        bags = Bags.of(list(zip(wanted.positions, counts, strict=True)))
+        rows = bags.sums(rows, aligned((len(bags), *table.shape), rows.dtype))
+    every = np.split(rows, np.cumsum(counts)[:-1])
+    shapes = [w.shape[: w.ndim - n] for w, n in zip(wanted.positions, table.bags, strict=True)]
+    return [x.reshape(*s, *table.shape) for x, s in zip(every, shapes, strict=True)]
+
+
+def taken(rows: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """`rows[where]`, where XLA reads it without a copy.
+
+    Args:
+        rows: `[n, *row]`.
+        where: places of rows, in bounds, of any shape.
+    """
+    out = aligned((*where.shape, *rows.shape[1:]), rows.dtype)
+    if out.size:
+        # "clip" does not clip anything; but "raise" would go through a buffer.
+        np.take(rows, where, axis=0, out=out, mode="clip")
+    return out
 
 
 def bucket(count: int) -> int:

@@ -143,6 +143,7 @@ class WorkerPart:
     def _lookup_spec(self, table: int, ids: Any) -> jax.ShapeDtypeStruct:
         shape = ids.aval.shape[:-1]
         if table in self.by_lookup.tables:
+            shape = shape[: len(shape) - self.by_lookup.bags.get((table, ids), 0)]
             return _rows_spec(self.flow.state[table].aval, shape)
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 

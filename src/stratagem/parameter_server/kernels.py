@@ -1,0 +1,105 @@
+"""The loops over single rows, compiled by Numba at their first use.
+
+NumPy takes rows out and puts rows back at the speed of memory, but each sum or product over them is
+one more pass, and its own additions at places that may repeat (`np.add.at`) go element by element.
+Sums are added in the order of their terms, and products are rounded before they are added, as NumPy
+does it: with the same bits. Nobody checks row numbers in here; callers do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+DTYPES = ("float32", "float64")
+"""Of the rows that these can add up."""
+
+
+def add_multiples(
+    out: np.ndarray, places: np.ndarray, factor: np.generic, rows: np.ndarray
+) -> None:  # fmt: skip
+    """`out[places[i]] += factor * rows[i]` for each i.
+
+    Args:
+        out: `[n, *row]`, C-contiguous, of `DTYPES`.
+        places: integers `[k]` from 0 to n - 1.
+        factor: of the dtype of `out`.
+        rows: `[k, *row]`, C-contiguous, of the dtype of `out`.
+    """
+    if rows.size:
+        _compiled(_add_multiples)(_flat(out), places, factor, _flat(rows))
+
+
+def add_bags(out: np.ndarray, places: np.ndarray, bounds: np.ndarray, rows: np.ndarray) -> None:
+    """`out[places[k]] += rows[i]` for each bag i, and each k from `bounds[i]` to `bounds[i + 1]`.
+
+    Args:
+        out: `[n, *row]`, C-contiguous, of `DTYPES`.
+        places: integers from 0 to n - 1.
+        bounds: integers `[bags + 1]`, ascending, the last one at most `len(places)`.
+        rows: `[bags, *row]`, C-contiguous, of the dtype of `out`.
+    """
+    if rows.size and places.size:
+        _compiled(_add_bags)(_flat(out), places, bounds, _flat(rows))
+
+
+def sum_bags(out: np.ndarray, places: np.ndarray, bounds: np.ndarray, rows: np.ndarray) -> None:
+    """`out[i]` = the sum of `rows[places[k]]` over each k of bag i; zero without any.
+
+    Args:
+        out: `[bags, *row]`, C-contiguous, of `DTYPES`.
+        places: integers from 0 to n - 1.
+        bounds: as of `add_bags`.
+        rows: `[n, *row]`, C-contiguous, of the dtype of `out`.
+    """
+    if out.size and rows.size:
+        _compiled(_sum_bags)(_flat(out), places, bounds, _flat(rows))
+    else:
+        out[...] = 0
+
+
+def _flat(rows: np.ndarray) -> np.ndarray:
+    return rows.reshape(len(rows), -1)
+
+
+@functools.cache
+def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
+    import numba
+
+    try:
+        return numba.njit(nogil=True, cache=True)(loop)
+    except RuntimeError:  # there is no directory to keep what was compiled in
+        return numba.njit(nogil=True)(loop)
+
+
+def _add_multiples(out: Any, places: Any, factor: Any, rows: Any) -> None:
+    for i in range(places.size):
+        place = places[i]
+        for j in range(rows.shape[1]):
+            out[place, j] += factor * rows[i, j]
+
+
+def _add_bags(out: Any, places: Any, bounds: Any, rows: Any) -> None:
+    for i in range(rows.shape[0]):
+        for k in range(bounds[i], bounds[i + 1]):
+            place = places[k]
+            for j in range(rows.shape[1]):
+                out[place, j] += rows[i, j]
+
+
+def _sum_bags(out: Any, places: Any, bounds: Any, rows: Any) -> None:
+    for i in range(out.shape[0]):
+        first, last = bounds[i], bounds[i + 1]
+        if first == last:
+            out[i] = 0
+            continue
+        place = places[first]
+        for j in range(rows.shape[1]):
+            out[i, j] = rows[place, j]
+        for k in range(first + 1, last):
+            place = places[k]
+            for j in range(rows.shape[1]):
+                out[i, j] += rows[place, j]
