@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from keras import layers
 
 from devices.served import Job, compare, train_step
-from stratagem.step import runner
-from stratagem.step.runner import bucket, distinct
+from stratagem.step.runner import bucket
 
 opt = keras.optimizers
 random = np.random.default_rng(0)
@@ -204,31 +201,8 @@ def test_gradients_that_are_returned_are_whole(caplog):
     assert job(BATCHES[0][0])[1].shape == (ROWS, WIDTH)
 
 
-@given(st.lists(st.integers(0, 30), max_size=60))
-def test_distinct(ids):
-    ids = np.asarray(ids, np.int32)
-    np.testing.assert_array_equal(distinct(ids), np.unique(ids))
-    np.testing.assert_array_equal(distinct(ids, 31), np.unique(ids))
-    assert distinct(ids).dtype == distinct(ids, 31).dtype == np.int64
-
-
 def test_few_shapes_are_compiled():
     assert [bucket(n) for n in (0, 8, 9, 12, 13, 17, 25)] == [8, 8, 12, 12, 16, 24, 32]
     sizes = {bucket(n) for n in range(1, 100_001)}
     assert len(sizes) == 29
     assert all(n <= bucket(n) <= max(8, 1.5 * n) for n in range(1, 10_000))
-
-
-def test_places_are_found_with_and_without_a_list_of_all_rows(monkeypatch):
-    step = train_step((model_of(twice, "places"), opt.SGD(0.1)))
-    job = Job(step, *BATCHES[0])
-    (first,) = job.runner.prepare(BATCHES[0], [])
-    monkeypatch.setattr(runner, "_LARGE", 0)
-    monkeypatch.setattr(runner, "_DENSE", 0)
-    (second,) = runner.Runner(job.sent).prepare(BATCHES[0], [])
-    np.testing.assert_array_equal(first.ids, second.ids)
-    ids = BATCHES[0][0]
-    np.testing.assert_array_equal(first.ids, np.unique([ids, (ids + 1) % ROWS]))
-    for a, b in zip(first.positions, second.positions, strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(first.ids[first.positions[0]], ids)

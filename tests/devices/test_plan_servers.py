@@ -26,6 +26,7 @@ from stratagem.coordinator import cluster_coordinator
 from stratagem.coordinator.consistency import Bounded
 from stratagem.keras_bridge import served
 from stratagem.planning import job, machines, served_plan
+from stratagem.step import by_lookup
 from stratagem.strategies import PlannedServers
 from stratagem.strategies.parameter_server import Consistency
 
@@ -94,6 +95,32 @@ def test_the_parts_of_an_embedding_model():
     products = 2 * BATCH * (FIELDS * WIDTH * HIDDEN + HIDDEN)
     assert step.work.operations["float32"] == 3 * products
     assert step.work.bytes < 4 * ROWS * WIDTH / 10  # not the whole table
+
+
+def test_sums_that_travel_instead_of_rows(monkeypatch):
+    monkeypatch.setattr(by_lookup, "_LEAST", 0)
+
+    def pooled():
+        strategy = stratagem.ParameterServerStrategy()
+        with strategy.scope():
+            ids = keras.Input((FIELDS,), dtype="int32")
+            rows = keras.layers.Embedding(ROWS, WIDTH, name="table")(ids)
+            mean = keras.layers.GlobalAveragePooling1D()(rows)
+            model = keras.Model(ids, keras.layers.Dense(1)(mean))
+            model.compile("adagrad", "mse")
+        model.fit(IDS, np.ones((64, 1)), batch_size=BATCH, shuffle=False, verbose=0)
+
+    step, _ = catch(pooled, servers=1)
+    named = len(np.unique(IDS[:BATCH]))
+    (table,) = step.tables
+    assert (table.bags, table.distinct, table.mentions) == (BATCH, named, BATCH * FIELDS)
+    (load,) = [load for load in step.loads if load.name == "table/embeddings"]
+    assert load.pulled == BATCH * 4 * WIDTH
+    places = 4 * BATCH * FIELDS
+    assert load.asked == 8 * named + places
+    assert load.pushed == pytest.approx(load.asked + load.pulled, abs=16)
+    assert load.summed == named * 4 * WIDTH
+    assert (load.rows, load.touched) == (BATCH * FIELDS, named)
 
 
 def test_rows_that_the_user_knows_and_more_rows_than_the_script_has():

@@ -140,13 +140,14 @@ def _step(plan: ServedPlan) -> Table:
 
 def _tables(plan: ServedPlan) -> Table:
     table = Table(
-        "pulled by row", "rows", "bytes a row", "named in a step", "distinct", "from",
+        "pulled by row", "rows", "bytes a row", "named in a step", "distinct", "from", "as sums",
         box=box.SIMPLE,
     )  # fmt: skip
     for each in plan.step.tables:
         rows = f"{each.rows:,}" if each.rows else "grows"
         cells = (each.name, rows, f"{each.row_bytes:,}", f"{each.mentions:,}")
-        table.add_row(*cells, f"{each.distinct:,}", each.known)
+        sums = f"{each.bags:,}" if each.bags else "no"
+        table.add_row(*cells, f"{each.distinct:,}", each.known, sums)
     return table
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +32,12 @@ from stratagem.parameter_server.plan import Spec
 from stratagem.planning.program import Program
 from stratagem.planning.served import SIZES, Load, Served, Table
 from stratagem.step import apart, counting, worker_part
+from stratagem.step.distinct import Distinct
 from stratagem.step.parts import Parts
-from stratagem.step.runner import distinct
 from stratagem.strategies import PlannedServers
 from stratagem.strategies.parameter_server import Consistency
 
-_ID_BYTES = 8
+_ID_BYTES, _PLACE_BYTES = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Seen:
         shipped: functions that would be sent, with their inputs; the last is the worker's part.
         elements: the first element of each per-worker iterator, by its number: the leaves.
         given: rows that the script's batch has; 0 where nothing says it.
+        bags: of tables of which only sums are needed, as `Table.bags` of `step.parts`.
     """
 
     program: Any = None
@@ -79,6 +81,7 @@ class Seen:
     )
     elements: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
     given: int = 0
+    bags: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 class Caught(BaseException):
@@ -131,6 +134,8 @@ def replaced(
         self.dispatcher = _Dispatcher(seen, rows)
 
     def note(program: Any, homes: Any, local: Any = ()) -> Parts:
+        beside = divide(program, homes, local, by_lookup=True)
+        seen.bags = {table.vid: table.bags for table in beside.tables if table.bags}
         seen.program, seen.shipped = program, []
         # What a worker does beside its program is counted as if it were in it.
         return divide(program, homes, local, by_lookup=False)
@@ -275,7 +280,7 @@ def _looked_up(
             one = np.unique(ids)
             shares = [len(one) / len(spec.shards)] * len(spec.shards)
         else:
-            one = distinct(np.clip(ids, 0, table.rows - 1), table.rows).astype(np.int64)
+            one, _ = Distinct(table.rows).of(np.clip(ids, 0, table.rows - 1))
             shares = [0.0] * len(spec.shards)
             for index, start, stop in cut.by_shard(spec, one):
                 shares[index] = float(stop - start)
@@ -289,7 +294,11 @@ def _looked_up(
         shares = [share * amount / max(1, len(one)) for share in shares]
         size = 0 if spec.dynamic is not None else table.rows
         named = (table.name, size, spec.row_bytes, ids.size, amount, known)
-        found.append((Table(*named), shares))
+        lookups = [numbers[k].shape for k in table.lookups]
+        axes = seen.bags.get(table.vid, ())
+        bags = sum(math.prod(s[: len(s) - n]) for s, n in zip(lookups, axes, strict=False))
+        fewer = len(spec.shards) * bags < amount  # as `step.runner.Wanted` decides
+        found.append((Table(*named, bags if fewer else 0), shares))
     return found
 
 
@@ -311,7 +320,9 @@ def _loads(
     handed: Sequence[Any],
 ) -> list[Load]:
     """What the step does with each shard of each variable and its slots."""
-    rows_of = {t.vid: shares for t, (_, shares) in zip(parts.tables, looked_up, strict=True)}
+    every = list(zip(parts.tables, looked_up, strict=True))
+    rows_of = {t.vid: shares for t, (_, shares) in every}
+    tables = {t.vid: table for t, (table, _) in every}
     loads: dict[tuple[int, int], dict[str, float]] = {}
     for spec in specs.values():
         root = _root(spec)
@@ -327,9 +338,10 @@ def _loads(
     for vid, shares in rows_of.items():
         for index, rows in enumerate(shares):
             load = loads[_root(specs[vid]), index]
-            load["pulled"] += rows * specs[vid].row_bytes
-            load["asked"] += rows * _ID_BYTES
-            load["rows"] += rows
+            mentions, table = _mentions(tables[vid], rows), tables[vid]
+            load["pulled"] += (table.bags or rows) * table.row_bytes
+            load["asked"] += rows * _ID_BYTES + mentions * _PLACE_BYTES
+            load["rows"] += mentions or rows
     vids = {unit.uid: unit.vids for unit in parts.units}
     for push in parts.pushes:
         members = [specs[vid] for vid in vids[push.uid]]
@@ -337,7 +349,13 @@ def _loads(
         for index, shard in enumerate(members[0].shards):
             rows = shard.stop - shard.start if touched is None else touched[index]
             load = loads[_root(members[0]), index]
-            load["pushed"] += sum(_handed(kind, handed[k], rows) for kind, k in push.handed)
+            pulled = None if push.table is None else tables[parts.tables[push.table].vid]
+            values = [(kind, _handed(kind, handed[k], rows)) for kind, k in push.handed]
+            if pulled is not None and pulled.bags:
+                load["summed"] += sum(size for kind, size in values if kind == "rows")
+                sums = pulled.bags * pulled.row_bytes + _mentions(pulled, rows) * _PLACE_BYTES
+                values = [(kind, sums if kind == "rows" else size) for kind, size in values]
+            load["pushed"] += sum(size for _, size in values)
             load["updated"] += rows * sum(spec.row_bytes for spec in members)
             if touched is not None:
                 load["pushed"] += rows * _ID_BYTES
@@ -346,6 +364,11 @@ def _loads(
         Load(specs[root].name, specs[root].shards[i].server, specs[root].sharded, **sizes)
         for (root, i), sizes in loads.items()
     ]
+
+
+def _mentions(table: Table, rows: float) -> float:
+    """How often rows of a shard are named, where their places in bags travel; else 0."""
+    return table.mentions * rows / max(1, table.distinct) if table.bags else 0.0
 
 
 def _root(spec: Spec) -> int:

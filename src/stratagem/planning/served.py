@@ -22,7 +22,8 @@ class Load:
         pulled: values that a worker gets.
         asked: row numbers that a worker sends for them.
         pushed: row numbers and values that a worker sends back.
-        rows: that are looked up.
+        summed: gradients of rows that the server adds up.
+        rows: that are looked up, as often as the server reads them.
         touched: rows that are updated; 0 where all are.
         updated: state that the update changes.
     """
@@ -37,6 +38,7 @@ class Load:
     rows: float = 0.0
     touched: float = 0.0
     updated: float = 0.0
+    summed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Table:
         distinct: rows of a step, each once.
         known: "batch": counted in the script's first batch; "argument": the user said it;
             "estimate": of a smaller batch, by proportion, which is more than there will be.
+        bags: sums of rows that travel instead of rows, on the number of servers that the step was
+            placed on; 0 where rows do.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Table:
     mentions: int
     distinct: int
     known: str
+    bags: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def _divided(shards: Sequence[Load], servers: int) -> list[Load]:
 
 
 # The numbers of a Load, which add up.
-SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated")
+SIZES = ("held", "pulled", "asked", "pushed", "rows", "touched", "updated", "summed")
 
 
 def _plus(a: Load, b: Load) -> Load:

@@ -168,7 +168,8 @@ def _exchange(load: Load, s: Serving) -> Exchange:
     if load.pulled:
         pull = s.message + load.rows * s.row + (load.asked + load.pulled) / s.copy
     if load.updated:
-        push = s.message + load.touched * s.row + load.pushed / s.copy + load.updated / s.update
+        moved = (load.pushed + load.summed) / s.copy
+        push = s.message + load.touched * s.row + moved + load.updated / s.update
     return Exchange(load.asked, load.pulled, load.pushed, pull, push, load.touched > 0)
 
 

@@ -12,16 +12,13 @@ import numpy as np
 from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.cut import aligned
 from stratagem.parameter_server.tables import in_order
+from stratagem.step.distinct import Distinct
 from stratagem.step.ids import whole as whole_ids
 from stratagem.step.parts import Parts, Sum, Table
 from stratagem.step.ship import unship
 
 # A part of the rows, by which later batches may need more before another shape is compiled.
 _ROOM = 8
-# Up to so many rows for each id, ids are marked; beyond, they are sorted.
-_DENSE = 64
-# Above so many rows, places in a sorted list are searched and not looked up.
-_LARGE = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Runner:
         self.parts = parts
         self._ids = unship(parts.ids) if parts.tables else None
         self._compute = unship(parts.compute)
-        self._places = [np.zeros(t.rows if t.rows <= _LARGE else 0, np.int32) for t in parts.tables]
+        self._distinct = [Distinct(t.rows) for t in parts.tables]
         self._padded = [0] * len(parts.tables)
         self._constant: list[np.ndarray] | None = None  # what a program without inputs gives
 
@@ -92,14 +89,7 @@ class Runner:
             for k, clip in zip(table.lookups, table.clip, strict=True)
         ]
         flat = np.concatenate([n.reshape(-1) for n in own])
-        places = self._places[index]
-        dense = table.rows <= _DENSE * flat.size
-        ids = distinct(flat, table.rows if dense else None)
-        if len(places):
-            places[ids] = np.arange(len(ids), dtype=np.int32)
-            where = places[flat]
-        else:
-            where = np.searchsorted(ids, flat).astype(np.int32)
+        ids, where = self._distinct[index].of(flat)
         room = len(ids) + len(ids) // _ROOM
         return self._found(index, ids, where, own, min(bucket(room), flat.size, table.rows))
 
@@ -236,27 +226,6 @@ def bucket(count: int) -> int:
             return size + size // 2
         size *= 2
     return size
-
-
-def distinct(ids: np.ndarray, count: int | None = None) -> np.ndarray:
-    """The distinct ones of some row numbers, sorted, int64.
-
-    Args:
-        ids: row numbers.
-        count: all are below it, and it is not much larger than there are ids: then they are
-            marked, which is several times as fast as sorting.
-    """
-    if count is not None:
-        marked = np.zeros(count, bool)
-        marked[ids] = True
-        return np.flatnonzero(marked)
-    if not ids.size:
-        return np.zeros(0, np.int64)
-    ordered = np.sort(ids)
-    keep = np.empty(ordered.size, bool)
-    keep[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=keep[1:])
-    return ordered[keep].astype(np.int64)
 
 
 def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
