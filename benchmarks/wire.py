@@ -4,9 +4,10 @@
 
 1 ps and 2 workers, see `cases/ps_problems.py`: once as it is, where tasks of one host have shared
 memory, and once with arrays in the (encrypted) messages. Bytes over loopback are the kernel's own
-count. `rows` are what has to travel: each row that a batch looks up once there, once back as its
-gradient, and both times its number. The limit is what one TCP connection carries between two
-threads that do nothing else, one way.
+count. `rows` are the rows that a batch looks up, once there and once back as their gradients, both
+times with their numbers. `sums` are what the step needs of them: one row for each bag of ids, and
+its gradient, with the rows' numbers and which bag has which, both times. The limit is what one TCP
+connection carries between two threads that do nothing else, one way.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ def rows_bytes(ids: str) -> float:
     return statistics.mean(each) * 2 * (ps_problems.WIDTH * 4 + 8)
 
 
+def sums_bytes(ids: str) -> float:
+    """Bytes of sums, their gradients, row numbers and bags of a step."""
+    each = [len(np.unique(batch)) for batch in ps_problems.id_batches(ids)]
+    bags = ps_problems.BATCH * (ps_problems.WIDTH * 4 + ps_problems.FIELDS * 4 + 4) + 4
+    return 2 * (statistics.mean(each) * 8 + bags)
+
+
 def over_loopback() -> int:
     """Bytes that the kernel has carried over loopback."""
     return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
@@ -100,15 +108,16 @@ def main() -> None:
     found: dict[str, Any] = {"limit": loopback_limit()}
     print(f"one connection over loopback carries {found['limit'] / 1e9:.2f} GB/s")
     for ids in ("uniform", "zipf"):
-        rows = rows_bytes(ids)
+        rows, sums = rows_bytes(ids), sums_bytes(ids)
         for way in PATHS:
             moved, speed = measure(ids, way, options.steps)
             share = moved * speed / found["limit"]
-            one = {"rows": rows, "bytes": moved, "speed": speed, "share": share}
+            one = {"rows": rows, "sums": sums, "bytes": moved, "speed": speed, "share": share}
             found[f"{ids}, {way}"] = one
             print(
-                f"{ids} ids, {way}: {rows / 1e6:.2f} MB of rows a step, {moved / 1e6:.2f} MB over "
-                f"loopback, {speed:.0f} steps/s, {share:.0%} of what loopback carries"
+                f"{ids} ids, {way}: {rows / 1e6:.2f} MB of rows a step, {sums / 1e6:.2f} MB as "
+                f"sums; {moved / 1e6:.2f} MB over loopback, {speed:.0f} steps/s, {share:.0%} of "
+                "what loopback carries"
             )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")

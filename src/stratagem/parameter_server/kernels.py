@@ -61,6 +61,26 @@ def sum_bags(out: np.ndarray, places: np.ndarray, bounds: np.ndarray, rows: np.n
         out[...] = 0
 
 
+def cut_bags(
+    places: np.ndarray, bounds: np.ndarray, start: int, stop: int,
+    out: np.ndarray, out_bounds: np.ndarray,
+) -> int:  # fmt: skip
+    """Writes those places of bags that are from `start` to below `stop`, counted from there.
+
+    Args:
+        places: int32.
+        bounds: as of `add_bags`, int32.
+        start: of what is kept.
+        stop: of it.
+        out: int32, as many as places; written as far as there are any.
+        out_bounds: int32, as many as bounds; written.
+
+    Returns:
+        How many are kept.
+    """
+    return int(_compiled(_cut_bags)(places, bounds, start, stop, out, out_bounds))
+
+
 def rank(
     numbers: np.ndarray, words: np.ndarray, before: np.ndarray, found: np.ndarray, where: np.ndarray
 ) -> int:  # fmt: skip
@@ -121,6 +141,18 @@ def _sum_bags(out: Any, places: Any, bounds: Any, rows: Any) -> None:
             place = places[k]
             for j in range(rows.shape[1]):
                 out[i, j] += rows[place, j]
+
+
+def _cut_bags(places: Any, bounds: Any, start: Any, stop: Any, out: Any, out_bounds: Any) -> Any:
+    count = 0
+    out_bounds[0] = 0
+    for i in range(bounds.size - 1):
+        for k in range(bounds[i], bounds[i + 1]):
+            if start <= places[k] < stop:
+                out[count] = places[k] - start
+                count += 1
+        out_bounds[i + 1] = count
+    return count
 
 
 def _rank(numbers: Any, words: Any, before: Any, found: Any, where: Any) -> Any:
