@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.parameter_server import kernels
 from stratagem.parameter_server.bags import Bagged, Bags
+from stratagem.parameter_server.rounds import weighed
 
 i32 = np.int32
 
@@ -71,6 +72,13 @@ def test_rows_by_their_numbers():
     assert bags.bounds.tolist() == [0, 2, 4, 5]
     out = bags.sums(rows, np.empty((3, 2), "float32"), np.asarray([5, 0, 3]))
     np.testing.assert_array_equal(out, [rows[5] + rows[0], 2 * rows[0], rows[3]])
+
+
+def test_gradients_of_bags_are_weighed():
+    bags = Bags.of([(np.asarray([[0, 1]], i32), 1)])
+    half = weighed(Bagged(bags, np.ones((1, 2), "float32")), 0.5)
+    assert half.bags is bags
+    assert half.by_row(2).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_bags_without_rows():
