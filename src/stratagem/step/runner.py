@@ -185,21 +185,23 @@ def _handed(
 
 def _in_bags(table: Table, wanted: Wanted) -> Wanted:
     """Sums of bags instead of rows, where the step needs those alone and they are fewer."""
-    if not table.bags:
+    if not table.bags or not wanted.fewer(sum(table.bags_of(wanted.positions))):
         return wanted
-    bags = Bags.of(list(zip(wanted.positions, table.bags_of(wanted.positions), strict=True)))
-    return dataclasses.replace(wanted, bags=bags) if wanted.fewer(len(bags)) else wanted
+    return dataclasses.replace(wanted, bags=_bags(table, wanted))
+
+
+def _bags(table: Table, wanted: Wanted) -> Bags:
+    return Bags.of(list(zip(wanted.positions, table.bags_of(wanted.positions), strict=True)))
 
 
 def _looked_up(table: Table, rows: np.ndarray, wanted: Wanted) -> list[np.ndarray]:
     """What each lookup gets."""
     if not table.bags:
         return [taken(rows, where) for where in wanted.positions]
-    counts = table.bags_of(wanted.positions)
     if wanted.bags is None:
-        bags = Bags.of(list(zip(wanted.positions, counts, strict=True)))
+        bags = _bags(table, wanted)
         rows = bags.sums(rows, aligned((len(bags), *table.shape), rows.dtype))
-    every = np.split(rows, np.cumsum(counts)[:-1])
+    every = np.split(rows, np.cumsum(table.bags_of(wanted.positions))[:-1])
     shapes = [w.shape[: w.ndim - n] for w, n in zip(wanted.positions, table.bags, strict=True)]
     return [x.reshape(*s, *table.shape) for x, s in zip(every, shapes, strict=True)]
 
