@@ -15,9 +15,14 @@ from stratagem import config, context
 
 config.set_virtual_devices(8)
 
+import hypothesis
 import psutil
 import pytest
 import zmq.utils.garbage
+
+# How long an example takes says something of this machine; and the first one of a test may compile.
+hypothesis.settings.register_profile("stratagem", deadline=None)
+hypothesis.settings.load_profile("stratagem")
 
 # How long a thread or process may take to end after the test that started it has returned.
 GRACE_SECONDS = 2.0

@@ -7,15 +7,12 @@ import functools
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import export
 from keras import layers
 
 from devices import served
 from devices.served import Job, compare, train_step
 from devices.test_apart_tables import BATCHES, MODELS, ROWS, WIDTH, model_of
-from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.step import by_lookup
 from stratagem.step.apart import divide
 from stratagem.step.runner import taken
@@ -166,27 +163,6 @@ def test_both_ways_compute_the_same(monkeypatch):
             job(ids, y)
     for a, b in zip(*(job.state.values() for job in jobs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-@given(st.data())
-def test_sums_are_those_of_a_loop(data):
-    count = data.draw(st.integers(1, 9))
-    lead, each = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
-    row = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
-    dtype = data.draw(st.sampled_from(["float32", "float64"]))
-    places = st.lists(st.integers(0, count - 1), min_size=lead * each, max_size=lead * each)
-    where = np.asarray(data.draw(places), np.int32).reshape(lead, each)
-    random = np.random.default_rng(lead)
-    full = random.normal(size=(lead, each, *row)).astype(dtype)
-    once = full[:, 0]
-    for gradients, spread in ((full, full), (once, np.repeat(once[:, None], each, 1))):
-        expected = np.zeros((count, *row), dtype)
-        for place, gradient in zip(where.reshape(-1), spread.reshape(-1, *row), strict=True):
-            expected[place] += gradient
-        bags = Bags.of([(where, len(gradients.reshape(-1, *row)))])
-        found = Bagged(bags, gradients.reshape(-1, *row)).by_row(count)
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4), (2, 0)])

@@ -95,7 +95,7 @@ def test_r34_every_number_once_under_every_policy(policy):
     ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 8), st.sampled_from(POLICIES))
 def test_every_row_once_and_in_order(rows, size, replicas, policy):
     dataset = with_options(numbers(rows, size), auto_shard_policy=policy)

@@ -58,7 +58,7 @@ def by_file(make, workers, state, steps=None):
     return [sorted(sum(step, [])) for step in zip(*parts, strict=True)], results[0][1]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 9), min_size=3, max_size=9),
     st.integers(1, 8),

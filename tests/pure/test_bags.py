@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.parameter_server import kernels
@@ -31,7 +31,6 @@ def some_bags(draw):
     return bags, every, rows, random.normal(size=(len(every), *row)).astype(dtype)
 
 
-@settings(deadline=None)  # the first use compiles
 @given(some_bags())
 def test_sums_and_gradients_are_those_of_a_loop(made):
     bags, every, rows, gradients = made
@@ -49,7 +48,6 @@ def test_sums_and_gradients_are_those_of_a_loop(made):
     np.testing.assert_array_equal(found, back)
 
 
-@settings(deadline=None)
 @given(some_bags(), st.lists(st.integers(0, 9), max_size=3))
 def test_parts_of_bags_are_the_whole(made, cuts):
     bags, _, rows, gradients = made

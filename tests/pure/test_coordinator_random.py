@@ -179,5 +179,5 @@ def test_each_closure_ends_once_and_each_batch_counts_once(consistency):
 
     Case.consistency = consistency
     case = Case.TestCase()
-    case.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=20, stateful_step_count=30)
     case.runTest()

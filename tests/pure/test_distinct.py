@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.step import distinct
 from stratagem.step.distinct import Distinct
 
 
-@settings(deadline=None)  # the first use compiles
 @given(
     st.integers(1, 200).flatmap(
         lambda rows: st.tuples(

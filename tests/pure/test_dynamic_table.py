@@ -113,7 +113,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=70)
 @given(policies, actions, st.lists(st.integers(-1, 3), min_size=12, max_size=12))
 def test_it_does_what_a_dictionary_does(policy, todo, ticks):
     ours, model, now = table(**vars(policy)), Model(policy), 0.0

@@ -140,7 +140,7 @@ def test_equal_workers_are_stale_by_the_number_of_others(workers):
     assert found.rate == pytest.approx(workers / 1e-2, rel=0.05)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     workers=st.integers(1, 8), bound=st.integers(0, 20), count=st.integers(1, 6),
     push=st.sampled_from([1e-12, 2e-3]), jitter=st.sampled_from([0.0, 0.5]),

@@ -29,7 +29,7 @@ def drawn(start, shape, dtype="float32", parts=1, servers=1):
     return np.concatenate(arrays) if shape else arrays[0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(sorted(STARTS)), rows=st.integers(1, 400), parts=st.integers(1, 9),
     width=st.sampled_from([1, 1000, 70_000]), dtype=st.sampled_from(["float32", "bfloat16"]),

@@ -75,7 +75,7 @@ def item(unit, rows, value):
     return Item(unit, rows, [("rows", np.asarray(value, np.float32)), ("scalar", RATE)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     count=st.integers(1, 4), parts=st.integers(1, 60), rows=st.sets(st.integers(0, 49)),
 )  # fmt: skip
@@ -114,7 +114,7 @@ def test_pulls_and_pushes_do_not_depend_on_how_variables_are_cut(count, parts, r
     assert servers.read(scalar) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     count=st.integers(1, 4), parts=st.integers(1, 60), rows=st.sets(st.integers(0, 49), min_size=1),
     seed=st.integers(0, 9),
@@ -372,7 +372,7 @@ _GOOD = {
 }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_requests_with_wrong_fields_are_refused_and_change_nothing(data):
     servers, state = _hostile()
@@ -407,7 +407,7 @@ _ARRAYS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     places=_ARRAYS, bounds=_ARRAYS, count=st.integers(0, 4), width=st.sampled_from([0, 3, 3, 4]),
     dtype=st.sampled_from(["float32", "float32", "float64"]),

@@ -120,7 +120,7 @@ def make(store, closure, kind, shard, rows):
         store.assign(extra.vid, 0, "add", np.ones((9, 9), np.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(changes=_CHANGES)
 def test_it_is_the_state_when_it_began_whatever_changes_meanwhile(tmp_path_factory, changes):
     directory = tmp_path_factory.mktemp("snapshots")
@@ -144,7 +144,7 @@ def test_it_is_the_state_when_it_began_whatever_changes_meanwhile(tmp_path_facto
     assert push(new, 1, [3]).applied
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     old=st.tuples(st.integers(1, 4), st.integers(1, 70)),
     new=st.tuples(st.integers(1, 4), st.integers(1, 70)),

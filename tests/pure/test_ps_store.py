@@ -114,7 +114,7 @@ def test_rows_of_one_shard_are_named_by_their_numbers_in_the_whole_variable():
         store.pull([], [(0, 1, numbers(0))])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data(), uid=st.sampled_from(["sgd", "adagrad"]), width=st.sampled_from([1, 3, 4000]))
 def test_a_push_of_rows_changes_these_rows_as_a_push_of_all_does(data, uid, width):
     placement = Placement(1)
@@ -137,7 +137,7 @@ def test_a_push_of_rows_changes_these_rows_as_a_push_of_all_does(data, uid, widt
         np.testing.assert_array_equal(some[others], fresh.read(vid, 0, 0, ROWS)[others])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(order=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=40))
 def test_a_closure_is_applied_once_whatever_comes_how_often(order):
     store, done, finished = table(), set(), 0

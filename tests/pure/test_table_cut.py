@@ -50,7 +50,7 @@ def act(on, action, ids, number, now):
         on.restore(Piece(ids, times, {WEIGHT: values}, none, none, np.empty(0)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(policies, few_ids, actions, actions, st.integers(1, 5))
 def test_it_is_the_table_when_the_cut_began(policy, ids, before, after, rows):
     ours = table(**vars(policy))

@@ -50,7 +50,7 @@ def travel(message: Message, limits: Limits = LIMITS) -> Message:
     return unpack(PREFIX.pack() + body, frames, limits)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(), st.dictionaries(st.text(), plain), st.lists(st.tuples(dtypes, shapes)))
 def test_what_is_sent_arrives(method, fields, kinds):
     arrays = []
