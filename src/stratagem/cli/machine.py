@@ -20,7 +20,7 @@ from stratagem.cli.probe import MARK
 _PROBE_SECONDS = 90.0  # A TPU or a full machine takes long to start.
 _SMI_SECONDS = 15.0
 _TAIL = 3  # Last lines of what a process complained about.
-_NEEDED = ("jax", "keras", "msgpack", "numpy", "pyzmq", "rich")
+_NEEDED = ("jax", "keras", "msgpack", "numba", "numpy", "pyzmq", "rich")
 _LISTENS = "0A"  # In /proc/net/tcp.
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu")
 _GOOGLE = "0x1ae0"
