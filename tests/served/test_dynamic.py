@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stratagem import DynamicTable
+from stratagem.step import by_lookup
 
 ROWS, COLUMNS, DIM = 24, 4, 3
 KEPT = {"batch_size": 8, "verbose": 0, "shuffle": False}
@@ -59,6 +60,26 @@ def test_it_is_an_embedding(served, optimizer, wide):
         model.predict(inputs, verbose=0), reference.predict(x, verbose=0), rtol=1e-4, atol=1e-6
     )
     assert len(table.items()[0]) == len(found_ids)
+
+
+def test_where_a_step_only_sums_its_rows_they_travel(served, monkeypatch):
+    """Its servers add no rows up; the worker does."""
+    monkeypatch.setattr(by_lookup, "_LEAST", 0)
+    x, y = data()
+    start = keras.initializers.Constant(0.1)
+
+    def trained(table):
+        keras.utils.set_random_seed(5)
+        ids = keras.Input((COLUMNS,), dtype="int32")
+        pooled = keras.layers.GlobalAveragePooling1D()(table(ids))
+        model = keras.Model(ids, keras.layers.Dense(1)(pooled))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model.fit(x, y, epochs=2, **KEPT).history["loss"]
+
+    expected = trained(keras.layers.Embedding(50, DIM, start))
+    with served(1, 1).scope():
+        found = trained(DynamicTable(DIM, initializer=start, name="table"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_it_grows_with_new_ids_alone(served):

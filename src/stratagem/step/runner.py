@@ -30,7 +30,7 @@ class Wanted:
         positions: for each lookup, where in `ids` its row numbers are, int32.
         padded: how many rows are pulled, at least n; those beyond are zero.
         bags: of these rows, of which the sums alone are pulled; None: rows are.
-        servers: on how many servers they are at most; 0 where nobody said.
+        servers: on how many servers they are at most; 0 where nobody said, or none adds rows up.
     """
 
     ids: np.ndarray
@@ -78,7 +78,8 @@ class Runner:
         wanted = [self._wanted(i, t, numbers) for i, t in enumerate(self.parts.tables)]
         if servers:
             every = zip(self.parts.tables, wanted, servers, strict=True)
-            wanted = [_in_bags(t, dataclasses.replace(w, servers=n)) for t, w, n in every]
+            # Rows of a table without a preset size come into being; servers add none up.
+            wanted = [w if t.servers else _in_bags(t, w, n) for t, w, n in every]
         return wanted
 
     def _wanted(self, index: int, table: Table, numbers: Sequence[np.ndarray]) -> Wanted:
@@ -183,8 +184,9 @@ def _handed(
     return kind, value[: len(wanted[table].ids)]
 
 
-def _in_bags(table: Table, wanted: Wanted) -> Wanted:
+def _in_bags(table: Table, wanted: Wanted, servers: int) -> Wanted:
     """Sums of bags instead of rows, where the step needs those alone and they are fewer."""
+    wanted = dataclasses.replace(wanted, servers=servers)
     if not table.bags or not wanted.fewer(sum(table.bags_of(wanted.positions))):
         return wanted
     return dataclasses.replace(wanted, bags=_bags(table, wanted))
