@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +27,14 @@ from stratagem.coordinator.plans import Call, Plans
 from stratagem.coordinator.tallies import Tallies
 from stratagem.keras_bridge.served import ServedStep
 from stratagem.parameter_server import cut
+from stratagem.parameter_server.bags import fewer
 from stratagem.parameter_server.plan import Spec
 from stratagem.planning.program import Program
 from stratagem.planning.served import SIZES, Load, Served, Table
 from stratagem.step import apart, counting, worker_part
 from stratagem.step.distinct import Distinct
 from stratagem.step.parts import Parts
+from stratagem.step.parts import Table as StepTable
 from stratagem.strategies import PlannedServers
 from stratagem.strategies.parameter_server import Consistency
 
@@ -72,7 +73,7 @@ class Seen:
         shipped: functions that would be sent, with their inputs; the last is the worker's part.
         elements: the first element of each per-worker iterator, by its number: the leaves.
         given: rows that the script's batch has; 0 where nothing says it.
-        bags: of tables of which only sums are needed, as `Table.bags` of `step.parts`.
+        pooled: tables of which only sums are needed, by their numbers on the servers.
     """
 
     program: Any = None
@@ -81,7 +82,7 @@ class Seen:
     )
     elements: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
     given: int = 0
-    bags: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    pooled: dict[int, StepTable] = dataclasses.field(default_factory=dict)
 
 
 class Caught(BaseException):
@@ -133,14 +134,21 @@ def replaced(
         self._iterators = itertools.count(1)
         self.dispatcher = _Dispatcher(seen, rows)
 
+    sends = True
+
     def note(program: Any, homes: Any, local: Any = ()) -> Parts:
-        beside = divide(program, homes, local, by_lookup=True)
-        seen.bags = {table.vid: table.bags for table in beside.tables if table.bags}
+        nonlocal sends
+        sends = False  # here it is only asked of which tables sums are enough
+        tables = divide(program, homes, local, by_lookup=True).tables
+        sends = True
+        seen.pooled = {t.vid: t for t in tables if t.bags and not t.servers}
         seen.program, seen.shipped = program, []
         # What a worker does beside its program is counted as if it were in it.
         return divide(program, homes, local, by_lookup=False)
 
     def noted(function: Callable[..., Any], inputs: Sequence[Any]) -> bytes:
+        if not sends:
+            return b""
         seen.shipped.append((function, inputs))
         return ship(function, inputs)  # It says if it cannot be sent.
 
@@ -294,11 +302,10 @@ def _looked_up(
         shares = [share * amount / max(1, len(one)) for share in shares]
         size = 0 if spec.dynamic is not None else table.rows
         named = (table.name, size, spec.row_bytes, ids.size, amount, known)
-        lookups = [numbers[k].shape for k in table.lookups]
-        axes = seen.bags.get(table.vid, ())
-        bags = sum(math.prod(s[: len(s) - n]) for s, n in zip(lookups, axes, strict=False))
-        fewer = len(spec.shards) * bags < amount  # as `step.runner.Wanted` decides
-        found.append((Table(*named, bags if fewer else 0), shares))
+        pooled = seen.pooled.get(table.vid)
+        bags = 0 if pooled is None else sum(pooled.bags_of([numbers[k] for k in pooled.lookups]))
+        travels = fewer(bags, amount, len(spec.shards))
+        found.append((Table(*named, bags if travels else 0), shares))
     return found
 
 
@@ -320,9 +327,7 @@ def _loads(
     handed: Sequence[Any],
 ) -> list[Load]:
     """What the step does with each shard of each variable and its slots."""
-    every = list(zip(parts.tables, looked_up, strict=True))
-    rows_of = {t.vid: shares for t, (_, shares) in every}
-    tables = {t.vid: table for t, (table, _) in every}
+    tables = {t.vid: found for t, found in zip(parts.tables, looked_up, strict=True)}
     loads: dict[tuple[int, int], dict[str, float]] = {}
     for spec in specs.values():
         root = _root(spec)
@@ -335,21 +340,22 @@ def _loads(
             loads[_root(specs[vid]), index]["pulled"] += (shard.stop - shard.start) * specs[
                 vid
             ].row_bytes
-    for vid, shares in rows_of.items():
+    for vid, (table, shares) in tables.items():
         for index, rows in enumerate(shares):
             load = loads[_root(specs[vid]), index]
-            mentions, table = _mentions(tables[vid], rows), tables[vid]
+            mentions = _mentions(table, rows)
             load["pulled"] += (table.bags or rows) * table.row_bytes
             load["asked"] += rows * _ID_BYTES + mentions * _PLACE_BYTES
             load["rows"] += mentions or rows
     vids = {unit.uid: unit.vids for unit in parts.units}
     for push in parts.pushes:
         members = [specs[vid] for vid in vids[push.uid]]
-        touched = None if push.table is None else rows_of[parts.tables[push.table].vid]
+        pulled, touched = (
+            (None, None) if push.table is None else tables[parts.tables[push.table].vid]
+        )
         for index, shard in enumerate(members[0].shards):
             rows = shard.stop - shard.start if touched is None else touched[index]
             load = loads[_root(members[0]), index]
-            pulled = None if push.table is None else tables[parts.tables[push.table].vid]
             values = [(kind, _handed(kind, handed[k], rows)) for kind, k in push.handed]
             if pulled is not None and pulled.bags:
                 load["summed"] += sum(size for kind, size in values if kind == "rows")

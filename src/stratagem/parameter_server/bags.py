@@ -15,6 +15,11 @@ import numpy as np
 from stratagem.parameter_server import kernels
 
 
+def fewer(bags: int, rows: int, servers: int) -> bool:
+    """Whether sums of so many bags, to or from each server, are less than so many rows are."""
+    return 0 < servers * bags < rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Bags:
     """Which of some rows each bag has; a sparse matrix of ones.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.parameter_server.bags import Bagged, Bags
+from stratagem.parameter_server.bags import Bagged, Bags, fewer
 from stratagem.parameter_server.cut import aligned
 from stratagem.parameter_server.tables import in_order
 from stratagem.step.distinct import Distinct
@@ -40,8 +40,8 @@ class Wanted:
     servers: int = 0
 
     def fewer(self, bags: int) -> bool:
-        """Whether to or from each server sums of so many bags are less than rows are."""
-        return 0 < self.servers * bags < len(self.ids)
+        """Whether sums of so many bags are less than these rows."""
+        return fewer(bags, len(self.ids), self.servers)
 
 
 class Runner:
