@@ -28,7 +28,6 @@ def install() -> None:
 
 def _warn_of_parts() -> None:
     of_parts.warn(
-        "divisor",
         "The loss is divided by what a mask leaves, or by the sum of weights. Each worker divides "
         "by that of its own part of the batch, and gradients are weighed by rows: where parts have "
         "not equally much, that is not quite the step of one device.",

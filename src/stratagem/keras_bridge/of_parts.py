@@ -28,9 +28,9 @@ def traced(warned: set[str] | None) -> Iterator[None]:
         _warned.reset(token)
 
 
-def warn(key: str, text: str) -> None:
-    """Warns, where this step is traced for a part, and once for each key."""
+def warn(text: str) -> None:
+    """Warns, where this step is traced for a part, and once of the same."""
     warned = _warned.get()
-    if warned is not None and key not in warned:
-        warned.add(key)
+    if warned is not None and text not in warned:
+        warned.add(text)
         _log.warning(text)
