@@ -339,6 +339,7 @@ def test_a_service_whose_lines_do_not_end_is_not_listened_to():
 
         def endless() -> None:
             line, _ = server.accept()
+            time.sleep(0.1)  # A try has a second, however near its deadline.
             with line, contextlib.suppress(OSError):
                 while True:
                     line.sendall(b"x" * 4096)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,7 +39,7 @@ def cards(cluster, indices=range(3)):
 
 
 @contextlib.contextmanager
-def listening(address, answer=b""):
+def listening(address, answer=b"", late=0.0):
     """Something else at a task's address; it answers each connection with the same."""
     with socket.create_server(line.split_address(address)) as server:
 
@@ -46,6 +47,7 @@ def listening(address, answer=b""):
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 while True:
                     stack.enter_context(one := server.accept()[0])
+                    time.sleep(late)
                     one.sendall(answer)
 
         thread = threading.Thread(target=serve)
@@ -100,6 +102,13 @@ def test_others_that_listen_there(cluster, answer, problem):
         (met,) = meet([Card(own[0], (own, other), VERSIONS, "1 CPU")], SOON)
     assert met.links[0].problem.startswith(problem)
     assert met.reach == {"worker 0": {"worker 1": None}}
+
+
+def test_a_try_has_time_however_near_its_deadline(cluster):
+    own, other = cluster[:2]
+    with listening(other[1], b"HTTP/1.1 400 Bad Request\r\n", late=0.1):
+        (met,) = meet([Card(own[0], (own, other), VERSIONS, "1 CPU")], 0.05)
+    assert met.links[0].problem == line.OTHER
 
 
 @pytest.mark.parametrize(

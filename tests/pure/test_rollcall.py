@@ -73,6 +73,21 @@ def test_a_missing_leader_is_named(cluster):
         assert "The last try: ConnectionRefusedError" in str(error)
 
 
+def test_a_try_has_time_however_near_its_deadline(cluster):
+    host, port = rollcall.split_address(cluster[0][1])
+    with socket.create_server((host, port)) as server, ThreadPoolExecutor(1) as pool:
+
+        def stranger():
+            line, _ = server.accept()
+            with line:
+                time.sleep(0.2)
+                line.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        pool.submit(stranger)
+        (error,) = meet(cards(cluster), (1,), 0.1)
+    assert "The last try: what answers there is no leader of this job." in str(error)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -12,6 +12,7 @@ from stratagem.cluster.messages import LIMIT, encode
 from stratagem.errors import JobMismatchError, PeerTimeoutError
 
 _RETRY_SECONDS = 0.05
+_TRY_SECONDS = 1.0  # that a try has at least: the last one would tell of no more than a time-out
 
 
 def greet(address: str, hello: Any, seconds: float, key: Key) -> tuple[socket.socket, bytes]:
@@ -20,7 +21,7 @@ def greet(address: str, hello: Any, seconds: float, key: Key) -> tuple[socket.so
     Args:
         address: of the service.
         hello: the task, its rank and its terms.
-        seconds: how long to try.
+        seconds: until when to try; a try that has begun has a second at least.
         key: of the job.
 
     Returns:
@@ -35,7 +36,7 @@ def greet(address: str, hello: Any, seconds: float, key: Key) -> tuple[socket.so
     while True:
         line = None
         try:
-            left = max(0.001, deadline - time.monotonic())
+            left = max(_TRY_SECONDS, deadline - time.monotonic())
             line = socket.create_connection((host.strip("[]"), int(port)), timeout=left)
             return line, _exchange(line, address, hello, key)
         except BaseException as error:

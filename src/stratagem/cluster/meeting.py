@@ -35,6 +35,7 @@ from stratagem.cluster.rollcall import listen
 
 _HELLO = "stratagem doctor 1"
 _RETRY_SECONDS = 0.2
+_LEAST_SECONDS = 1.0  # of a try: the last one would tell of no more than a time-out
 _GRACE_SECONDS = 3.0  # after the deadline, for others to tell what they have found
 _ROUNDS = 5
 _LONG = 300  # characters of a name or a version
@@ -108,7 +109,7 @@ def meet(card: Card, seconds: float, bandwidth: bool = False, key: Key | None = 
     Args:
         card: this task's; its address in `card.cluster` is where it listens.
         seconds: how long to try to reach the others. It ends earlier once all are done, and at
-            most 3 s later.
+            most 4 s later.
         bandwidth: send 32 MiB to each of the others, one after the other.
         key: of the job; None for none, which lets everybody in.
 
@@ -194,9 +195,10 @@ class _Meeting:
         while link.problem and self._left() > 0:
             tried = contextlib.AsyncExitStack()
             try:
-                async with asyncio.timeout(self._left()):
-                    seconds = min(TRY_SECONDS, self._left())
-                    line = await tried.enter_async_context(connected(address, seconds))
+                seconds = max(_LEAST_SECONDS, self._left())
+                async with asyncio.timeout(seconds):
+                    reach = connected(address, min(TRY_SECONDS, seconds))
+                    line = await tried.enter_async_context(reach)
                     link = await self._visit(line, task, address)
             except (Unreached, TimeoutError) as error:
                 await tried.aclose()
@@ -210,7 +212,7 @@ class _Meeting:
         return link
 
     async def _visit(self, line: Line, task: str, address: str) -> Link:
-        seconds = min(TRY_SECONDS, max(0.1, self._left()))
+        seconds = min(TRY_SECONDS, max(_LEAST_SECONDS, self._left()))
         card = await self._introduce(line, seconds)
         trips = []
         for _ in range(_ROUNDS):

@@ -26,6 +26,7 @@ from stratagem.errors import JobMismatchError, PeerTimeoutError
 
 _LIMIT = 1 << 16  # bytes of a message
 _RETRY_SECONDS = 0.1
+_TRY_SECONDS = 1.0  # at least: see `_fair`
 _GRACE_SECONDS = 3.0
 _CHALLENGE_SECONDS = 10.0  # what does not speak first is no leader
 MAX_CLOCK_SKEW = 5.0  # seconds; more makes logs and file times of the job misleading
@@ -165,7 +166,7 @@ def _report(now: Callable[[], Card], deadline: float, seconds: float, key: Key) 
     problem = "it does not answer"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, port), timeout=_left(deadline)) as line:
+            with socket.create_connection((host, port), timeout=_fair(deadline)) as line:
                 answer, fault = _ask(line, now(), deadline, key)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
@@ -188,11 +189,11 @@ def _report(now: Callable[[], Card], deadline: float, seconds: float, key: Key) 
 
 def _ask(line: socket.socket, card: Card, deadline: float, key: Key) -> tuple[Any, str]:
     """The leader's answer to a card, and what is wrong with the proof of its key."""
-    line.settimeout(min(_left(deadline), _CHALLENGE_SECONDS))
+    line.settimeout(min(_fair(deadline), _CHALLENGE_SECONDS))
     theirs, own = json.loads(_read_line(line))["challenge"], challenge()
     said = asdict(card)
     _send(line, {"card": said, "challenge": own, "proof": key.proof("task", theirs, own, said)})
-    line.settimeout(_left(deadline) + 2 * _RETRY_SECONDS + 1)
+    line.settimeout(_left(deadline) + 2 * _RETRY_SECONDS + _TRY_SECONDS)
     message = json.loads(_read_line(line))
     answer = message["answer"]
     return answer, key.fault(message["proof"], "leader", own, theirs, answer)
@@ -347,6 +348,11 @@ def _read_line(line: socket.socket) -> bytes:
         if len(received) > _LIMIT:
             raise ValueError("a message that is too long")
     return received
+
+
+def _fair(deadline: float) -> float:
+    """Seconds for a try: the last one would tell of no more than a time-out with what is left."""
+    return max(_TRY_SECONDS, _left(deadline))
 
 
 def _left(deadline: float) -> float:
