@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -39,6 +40,21 @@ def test_nothing_entered(default):
     assert ctx.replica_id_in_sync_group == 0
     assert type(ctx.replica_id_in_sync_group) is int
     assert ctx.strategy is default
+
+
+def test_the_device_of_a_replica(strategy):
+    def step():
+        seen.append(stratagem.get_replica_context().devices)
+        return jnp.float32(0)
+
+    seen = []
+    if strategy.num_replicas_in_sync == 1:
+        strategy.run(step)
+        assert set(seen) == {strategy.worker_devices}
+    else:
+        match = "devices: expected a strategy of one replica, .* Use replica_id_in_sync_group"
+        with pytest.raises(NotImplementedError, match=match):
+            strategy.run(step)
 
 
 def test_scope_run_and_merge_call(strategy):

@@ -11,6 +11,7 @@ import pytest
 import stratagem
 from stratagem import config
 from stratagem.cluster_resolver import TPUClusterResolver
+from stratagem.compat import tensorflow as tf
 from stratagem.tpu.experimental import (
     DeviceAssignment,
     initialize_tpu_system,
@@ -67,7 +68,9 @@ def test_the_experimental_one_is_one(four_cores):
 
 
 def test_options_of_run(strategy):
-    options = stratagem.RunOptions(experimental_enable_dynamic_batch_size=False)
+    xla = tf.tpu.XLAOptions(enable_xla_dynamic_padder=False)
+    assert xla.use_spmd_for_xla_partitioning
+    options = tf.distribute.RunOptions(False, experimental_xla_options=xla)
     assert strategy.run(lambda: np.float32(1), options=options) is not None
 
 

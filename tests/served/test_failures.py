@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -11,11 +13,19 @@ from stratagem.coordinator import ClusterCoordinator, PerWorkerValues
 from stratagem.coordinator.crew import Crew
 from stratagem.errors import BackupMismatchError, MalformedMessageError
 
+SECONDS = 30.0  # longer than anything here takes
+
 
 def broken():
     """A dataset function with an error of its own."""
     raise KeyError("no such file")  # the user's own line
     yield
+
+
+def wait_for(is_so):
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
 
 
 def test_a_dataset_function_that_raises(served):
@@ -63,11 +73,7 @@ def test_workers_are_added_and_removed(served):
     assert seen(4) == {0}
     address = strategy.cluster.add_worker()
     assert coordinator.add_worker(address) == 1
-    for _ in range(200):
-        if 1 in seen(8):
-            break
-    else:
-        pytest.fail("the new worker never took part")
+    wait_for(lambda: 1 in seen(8))
 
     def too_few():  # whichever asks first after one has failed is told, once
         for _ in range(50):
@@ -77,13 +83,28 @@ def test_workers_are_added_and_removed(served):
     with pytest.raises(ValueError, match="expected a value for each worker. Got 1, and worker 1"):
         too_few()
     coordinator.remove_worker(0)
-    for _ in range(200):
-        if seen(8) == {1}:
-            break
-    else:
-        pytest.fail("worker 0 never left")
+    wait_for(lambda: seen(8) == {1})
     with pytest.raises(ValueError, match="Expected the index of a worker, below 2. Got 2"):
         coordinator.remove_worker(2)
+
+
+def test_a_local_server_joins_a_job_by_its_target(served):
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def who():
+        return stratagem.coordinator.experimental_get_current_worker_index()
+
+    server = stratagem.Server.create_local_server()
+    try:
+        assert server.target.startswith("grpc://127.0.0.1:")
+        assert (server.server_def.job_name, server.server_def.task_index) == ("worker", 0)
+        # It is the job that numbers its workers: this one knows of itself alone.
+        assert coordinator.add_worker(server.target) == 1
+        coordinator.remove_worker(0)
+        wait_for(lambda: int(coordinator.schedule(who).fetch()) == 1)
+    finally:
+        server.stop()
 
 
 def test_replicas_need_two_servers(cluster):

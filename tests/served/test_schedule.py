@@ -142,8 +142,12 @@ def test_more_results_than_a_message_holds_are_an_error_and_the_worker_stays(pai
 def test_each_worker_gets_its_own_value(pair):
     _, coordinator = pair
     value = PerWorkerValues([np.float32(1), np.float32(2)])
-    found = {float(coordinator.schedule(lambda x: x, (value,)).fetch()) for _ in range(20)}
-    assert found <= {1.0, 2.0}
+
+    def step(x):
+        return x, stratagem.coordinator.experimental_get_current_worker_index()
+
+    values = [coordinator.schedule(step, (value,)) for _ in range(20)]
+    assert all(found == index + 1 for found, index in coordinator.fetch(values))
 
 
 def test_a_closure_that_fails(pair):

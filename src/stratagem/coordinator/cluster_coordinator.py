@@ -185,11 +185,13 @@ class ClusterCoordinator:
         """Adds a worker while the job runs; it takes part as soon as it is there.
 
         Args:
-            address: "host:port", where `stratagem serve` listens or will listen.
+            address: "host:port", where `stratagem serve` listens or will listen; or the `target`
+                of a `Server`, which has the protocol in front.
 
         Returns:
             Its index, which is new.
         """
+        address = address.rpartition("://")[2]
         with _lock:
             index, self._workers = self._workers, self._workers + 1
         self.dispatcher.add_worker(f"worker {index}", address)

@@ -84,7 +84,7 @@ class Crew:
     """All workers of a job. Everything but `opened` happens in the hub's thread.
 
     Args:
-        setup: what a worker is told first.
+        setup: what a worker is told first, besides its index.
         event: tells the coordinator's state what has happened.
     """
 
@@ -136,7 +136,7 @@ class Crew:
             if member.up is None and not member.asked:
                 member.asked = True
                 peer.post(
-                    "setup", self._setup, seconds=_SETUP_SECONDS,
+                    "setup", {**self._setup, "index": member.index}, seconds=_SETUP_SECONDS,
                     done=functools.partial(self._set_up, member),
                 )  # fmt: skip
 

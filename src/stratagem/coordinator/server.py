@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.cluster.abstract import format_master_url
+from stratagem.cluster.rollcall import listen
 from stratagem.cluster.spec import ClusterSpec, Tasks
 from stratagem.coordinator import serving
 
@@ -71,6 +72,22 @@ class Server:
         self._error: BaseException | None = None
         if start:
             self.start()
+
+    @classmethod
+    def create_local_server(cls, config: Any = None, start: bool = True) -> Server:
+        """A worker at a free port of this machine's loopback, whom no cluster names yet.
+
+        A job that runs on this machine takes it in by
+        `ClusterCoordinator.add_worker(server.target)`. (TensorFlow's is a cluster of one task, for
+        a session to connect to.)
+
+        Args:
+            config: for TensorFlow; anything but None is ignored with a warning.
+            start: whether it starts at once.
+        """
+        with listen("127.0.0.1:0") as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        return cls({"worker": [address], "ps": []}, "worker", 0, None, config, start)
 
     @property
     def server_def(self) -> ServerDef:

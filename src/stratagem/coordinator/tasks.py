@@ -30,7 +30,7 @@ def install() -> None:
 
 def _worker(cluster: ClusterSpec, index: int) -> Worker:
     address = cluster.task_address("worker", index)
-    return Worker(address, f"worker {index}", index, Key.always(config.environment()))
+    return Worker(address, f"worker {index}", Key.always(config.environment()))
 
 
 def _server(cluster: ClusterSpec, index: int) -> ServerTask:

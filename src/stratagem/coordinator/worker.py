@@ -46,17 +46,16 @@ class Worker:
     Args:
         address: where it listens, "host:port".
         name: how others name it, such as "worker 0".
-        index: its number among the workers.
         key: of the job.
     """
 
-    def __init__(self, address: str, name: str, index: int, key: Any):
+    def __init__(self, address: str, name: str, key: Any):
         self._hub = Hub(name, key)
         self._hub.listen(address, self._serve)
         self._answers: deque[tuple[Any, Message | BaseException]] = deque()
         self._rung = False  # it will look at the answers
         self._stopping = False
-        self._computer = _Computer(name, index, key, self._answer)
+        self._computer = _Computer(name, key, self._answer)
         self._thread = threading.Thread(
             target=self._computer.run, name=f"{name} computes", daemon=True
         )
@@ -117,7 +116,6 @@ class _Computer:
 
     Args:
         name: of the task.
-        index: its number.
         key: of the job.
         answer: hands the answer of a request to the other thread.
 
@@ -125,14 +123,15 @@ class _Computer:
         cancelled: closures that need not be begun.
     """
 
-    def __init__(self, name: str, index: int, key: Any, answer: Any):
-        self._name, self._index, self._key, self._answer = name, index, key, answer
+    def __init__(self, name: str, key: Any, answer: Any):
+        self._name, self._key, self._answer = name, key, answer
         self.cancelled: set[int] = set()
         self._inbox: deque[Any] = deque()
         self._sleeps = False
         self._hub = Hub(name, key)
         self._servers: Servers | None = None
         self._told: dict[str, Any] = {}
+        self._index = 0  # As the job counts workers: one that was added knows no cluster with it.
         self._staleness = 0  # of the last push
         self._specs: dict[int, Spec] = {}
         self._families: dict[int, dict[str, _Variant]] = {}
@@ -202,7 +201,7 @@ class _Computer:
         fields = dict(request.fields)
         if fields == self._told:  # it had lost sight of this worker
             return Message("ready", {}, ())
-        self._told, before = fields, self._hub
+        self._told, self._index, before = fields, fields["index"], self._hub
         self._hub = Hub(self._name, self._key)
         before.close()
         self._answer_pushed()  # nobody waits for them

@@ -38,6 +38,22 @@ class ReplicaContext:
         frame = self._frame("replica_id_in_sync_group")
         return replica_id(frame) if self._replica_id is None else self._replica_id
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The name of the device that computes, where it is one; deprecated in TF.
+
+        Raises:
+            NotImplementedError: there are several replicas.
+        """
+        names = self._frame("devices").strategy.worker_devices
+        if self.num_replicas_in_sync > 1:
+            raise NotImplementedError(
+                "ReplicaContext.devices: expected a strategy of one replica, since the same "
+                f"program runs on all. Got {self.num_replicas_in_sync} replicas. Use "
+                "replica_id_in_sync_group, or strategy.extended.worker_devices for all names."
+            )
+        return names
+
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Combines each tensor of a structure over all replicas; every replica gets the result.
 

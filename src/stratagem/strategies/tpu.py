@@ -21,7 +21,7 @@ class RunOptions(NamedTuple):
     Attributes:
         experimental_enable_dynamic_batch_size: parts of any shapes run in any case.
         experimental_bucketizing_dynamic_shape: likewise.
-        experimental_xla_options: of TensorFlow's compiler.
+        experimental_xla_options: a `tpu.XLAOptions`, likewise.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

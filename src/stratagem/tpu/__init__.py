@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from stratagem.tpu import experimental as experimental
+from stratagem.tpu.options import XLAOptions as XLAOptions
