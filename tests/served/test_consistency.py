@@ -97,13 +97,61 @@ def test_hybrid_in_a_loop_of_ones_own_weighs_closures_alike(served):
     np.testing.assert_array_equal(table.numpy(), [[0.75] * 2] * 2 + [[1.0] * 2] * 2)
 
 
+def divided(case):
+    """A model whose losses are divided by something else than rows, and its data: x, y, weights."""
+    ids = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Embedding(40, 4, mask_zero=case != "weights")(ids)
+    outputs = {"a": keras.layers.Dense(1, name="a")(rows)}
+    if case == "two masks":  # another one for the second output
+        numbers = keras.ops.cast(ids[..., None] % 3, "float32")
+        outputs["b"] = keras.layers.Dense(2, name="b")(keras.layers.Masking()(numbers))
+    by_weight = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    model = keras.Model(ids, outputs)
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.05),
+        loss={name: by_weight if case == "weights" else "mse" for name in outputs},
+        weighted_metrics={name: ["mae"] for name in outputs},
+    )
+    x, _ = data()
+    x = x * (np.arange(x.size).reshape(x.shape) % 7 < np.arange(len(x))[:, None] % 8)
+    y = {name: np.repeat(x[..., None] / 10.0, out.shape[-1], -1) for name, out in outputs.items()}
+    weight = {name: np.linspace(0.1, 2.0, x.size).reshape(x.shape) ** 3 for name in outputs}
+    return model, (x, y, weight if case != "one mask" else None)
+
+
+@pytest.mark.parametrize("case", ["one mask", "two masks", "weights"])
+def test_losses_are_divided_by_what_the_whole_batch_has(served, caplog, case):
+    """Masks and sums of weights: the step of one device, though parts have not equally much."""
+
+    def fitted():
+        keras.utils.set_random_seed(3)
+        model, (x, y, weight) = divided(case)
+        past = model.fit(x, y, sample_weight=weight, batch_size=20, epochs=2, verbose=0,
+                         shuffle=False).history  # fmt: skip
+        return past, model.get_weights()
+
+    expected, weights = fitted()
+    with served(2, 1, consistency="synchronous").scope():
+        past, found = fitted()
+    for name, values in expected.items():
+        np.testing.assert_allclose(past[name], values, rtol=1e-5, err_msg=name)
+    for one, other in zip(found, weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert "The loss is divided by" not in caplog.text
+
+
+def learned(inputs):
+    """A mask that depends on weights."""
+    rows = keras.layers.Embedding(40, 4)(inputs)
+    return keras.layers.Masking()(keras.layers.ReLU()(rows))
+
+
 @pytest.mark.parametrize(("mode", "count"), [("synchronous", 1), ("asynchronous", 0)])
 def test_a_loss_that_is_divided_by_part_says_so(served, caplog, mode, count):
     strategy = served(2, 1, consistency=mode)
     with strategy.scope():
         ids = keras.Input((3,), dtype="int32")
-        rows = keras.layers.Embedding(40, 4, mask_zero=True)(ids)
-        model = keras.Model(ids, keras.layers.Dense(1)(rows))
+        model = keras.Model(ids, keras.layers.Dense(1)(learned(ids)))
         model.compile(optimizer="sgd", loss="mse")
     ids, _ = data()
     model.fit(ids, ids[..., None], batch_size=40, verbose=0)

@@ -25,6 +25,7 @@ from stratagem.coordinator.per_worker import (
 from stratagem.parameter_server.plan import Spec
 from stratagem.step import apart, tape
 from stratagem.step.arguments import Argument, describe, flatten
+from stratagem.step.of_arguments import of_arguments
 from stratagem.step.same import identity
 from stratagem.step.trace import Facts, Program, RowClass, trace
 from stratagem.strategies.parameter_server import ASYNCHRONOUS, HYBRID
@@ -182,13 +183,38 @@ class Plans:
         dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
         return Family(next(self._numbers), make, {key: plan}, dynamic, reads, _where(fn))
 
+    def beforehand(self, fn: Callable[..., Any], *args: Any) -> Callable[..., Any] | None:
+        """What a function gives for such arguments, where that takes no variables.
+
+        Returns:
+            Computes its results' arrays from its arguments' in this process; None where it needs
+            variables.
+        """
+        leaves, tree, _ = flatten((args, {}))
+        with self._lock:
+            program = self._trace(fn, tree, [describe(leaf) for leaf in leaves], Reading({}))
+        found = of_arguments(program)
+        return None if found is None else lambda *now: found(*flatten((now, {}))[0])
+
     def _make(
         self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
     ) -> Plan:
         strategy = self._strategy
+        program = self._trace(fn, tree, described, reading)
+        variables.adopt_all(program.variables, strategy)
+        local = [v for v in program.variables if not is_remote(v)]
+        _check_local(program, local)
+        parts = apart.divide(program, strategy.home_of, local)
+        self._warn_of_parts(parts)
+        strategy.link.install(parts.units)
+        return Plan(next(self._numbers), parts, local)
+
+    def _trace(
+        self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
+    ) -> Program:
         arguments = [d for d in described if isinstance(d, Argument)]
         specs = [jax.ShapeDtypeStruct(a.shapes[0], a.dtype) for a in arguments]
-        frame = context.Frame(strategy, replica=self._replica)
+        frame = context.Frame(self._strategy, replica=self._replica)
 
         def call(*values: Any) -> Any:
             remaining = iter(values)
@@ -201,15 +227,9 @@ class Plans:
             return program if facts.dirty else tape.resolve(program, facts)
 
         facts = Facts(dict(self._touched.get(fn, self._known)))
-        (program,) = trace(call, strategy, frame, [(self._rows, specs)], facts, finish)
+        (program,) = trace(call, self._strategy, frame, [(self._rows, specs)], facts, finish)
         self._touched[fn] = facts.variables
-        variables.adopt_all(program.variables, strategy)
-        local = [v for v in program.variables if not is_remote(v)]
-        _check_local(program, local)
-        parts = apart.divide(program, strategy.home_of, local)
-        self._warn_of_parts(parts)
-        strategy.link.install(parts.units)
-        return Plan(next(self._numbers), parts, local)
+        return program
 
     def _warn_of_parts(self, parts: apart.Parts) -> None:
         """Warns, once for a variable, of updates in rounds that are not those of one device."""

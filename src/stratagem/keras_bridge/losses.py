@@ -2,7 +2,8 @@
 
 Keras divides a loss by what the replica holds. In `run`, as under TF, the result is scaled so that
 the sum over replicas is the loss of the global batch; in `fit` gradients and losses are averaged
-by rows afterwards, so only what is not a mean over rows needs a correction here.
+by rows afterwards, so only what is not a mean over rows needs a correction here. So it is for the
+parts of a batch that workers take.
 """
 
 from __future__ import annotations
@@ -26,24 +27,18 @@ def install() -> None:
     wrap(_keras.loss_module, "apply_mask", _apply_mask)
 
 
-def _warn_of_parts() -> None:
-    of_parts.warn(
-        "The loss is divided by what a mask leaves, or by the sum of weights. Each worker divides "
-        "by that of its own part of the batch, and gradients are weighed by rows: where parts have "
-        "not equally much, that is not quite the step of one device.",
-    )
-
-
 def _reduce_values(
     original: Any, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
 ) -> Any:
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        _warn_of_parts()
-    frame = replicated_trace()
+    frame, part = replicated_trace(), of_parts.divisors()
+    by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if frame is None and part is not None and by_weight and values.shape:
+        weight = ops.cast(ops.sum(sample_weight), values.dtype)
+        return ops.divide_no_nan(ops.sum(values), part.of(weight, values.shape[0]))
     if frame is None or reduction in (None, "none") or not values.shape:
         return original(values, sample_weight, reduction)
     weight = frame.trace.rows.weight
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+    if by_weight:
         total = _total(ops.cast(ops.sum(sample_weight), values.dtype), frame)
         loss, share = ops.divide_no_nan(ops.sum(values), total), 1.0
     elif reduction == "sum":
@@ -55,15 +50,18 @@ def _reduce_values(
 
 
 def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-    if mask is not None and reduction in _MEANS:
-        _warn_of_parts()
-    frame = replicated_trace()
-    if frame is None or mask is None or reduction not in _MEANS:
+    frame, part = replicated_trace(), of_parts.divisors()
+    if mask is None or reduction not in _MEANS:
         return original(sample_weight, mask, dtype, reduction)
     # Keras weighs valid entries by total/valid; both must be those of the global batch.
-    valid = _total(ops.sum(ops.cast(mask, dtype)), frame)
-    share = _share(mask.shape[0], frame)
-    total = jnp.asarray(mask.size / share if share else 0.0, dtype)
+    own = ops.sum(ops.cast(mask, dtype))
+    if frame is not None:
+        valid, share = _total(own, frame), _share(mask.shape[0], frame)
+        total = jnp.asarray(mask.size / share if share else 0.0, dtype)
+    elif part is not None:
+        valid, total = part.of(own, mask.shape[0]), jnp.asarray(mask.size, dtype)
+    else:
+        return original(sample_weight, mask, dtype, reduction)
     weights = ops.where(ops.cast(mask, "bool"), ops.divide_no_nan(total, valid), 0)
     return original(sample_weight, weights, dtype, "sum")
 

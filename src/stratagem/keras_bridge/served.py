@@ -8,6 +8,7 @@ brings the state back into the model: there the closures are waited for.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from stratagem import _keras, context
 from stratagem.coordinator import ClusterCoordinator
-from stratagem.coordinator.plans import Plans
+from stratagem.coordinator.plans import Call, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
@@ -28,6 +29,8 @@ from stratagem.keras_bridge.state import state_groups, traced_step
 from stratagem.strategies.parameter_server import ASYNCHRONOUS
 
 _LOG_SECONDS = 0.2  # between looks at the metrics for batch callbacks
+_log = logging.getLogger("stratagem")
+
 _AHEAD = 4  # batches that wait for each worker
 
 
@@ -55,7 +58,9 @@ class ServedStep:
         self._most = _AHEAD * len(strategy.workers)
         in_rounds = strategy.consistency.mode != ASYNCHRONOUS and kind == "train"
         self._shares = len(strategy.workers) if in_rounds else 1
-        self._warned: set[str] | None = set() if self._shares > 1 else None
+        self._divides = False  # its losses, by something else than rows
+        self._beforehand: dict[Any, Any] = {}  # what computes by what, by the shapes of a batch
+        self._warned = False
         self._first: RemoteValue | None = None  # of an epoch
         self._last: Any = None
         self._logs: dict[str, Any] = {}
@@ -105,7 +110,7 @@ class ServedStep:
             batch = jax.tree.map(np.asarray, batch)
             rows = next((len(x) for x in jax.tree.leaves(batch) if np.ndim(x)), 1)
         sizes = [n for n in split_rows(rows, self._shares, RebatchRule.EVEN) if n]
-        values = []
+        values: list[RemoteValue] = []
         for n, cut in zip(sizes, row_slices(sizes), strict=True):
             number, self._count = self._count, self._count + 1
             if number in self._finished:
@@ -116,7 +121,7 @@ class ServedStep:
                 value = self._submit(elsewhere.iterator, n, n / rows, self._next_step, noted, at)
             else:
                 part = jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch)
-                value = self._submit(part, n, n / rows, noted=noted)
+                value = self._submit(part, n, n / rows, noted=noted, whole=batch)
             values.append(value)
         return values
 
@@ -131,15 +136,15 @@ class ServedStep:
         batches.scheduled(value)
         return value
 
-    def _next_step(self, iterator: Any) -> Any:
-        return self._step(next(iterator))
+    def _next_step(self, iterator: Any, divisors: Any) -> Any:
+        return self._step(next(iterator), divisors)
 
     def _submit(
         self, batch: Any, rows: int | None, share: float | None = None, step: Any = None,
-        noted: Any = None, at: Any = None,
+        noted: Any = None, at: Any = None, whole: Any = None,
     ) -> RemoteValue:  # fmt: skip
         with self._strategy.scope():
-            call = self._plans.find(step or self._step, (batch,), {})
+            call = self._call(step or self._step, batch, whole)
         self._tree = next(iter(call.family.plans.values())).parts.out_tree
         value = self._coordinator.submit(
             call, counts=self._kind == "train", rows=rows, most=self._most, batch=noted, at=at,
@@ -149,10 +154,51 @@ class ServedStep:
             value.add_done_callback(self._done)
         return value
 
-    def _step(self, batch: Any) -> Any:
+    def _call(self, step: Any, batch: Any, whole: Any) -> Call:
+        """A step on a part of a batch; `whole` is None where only its worker reads that."""
+        divisors = self._divisors(whole) if self._divides else None
+        call = self._plans.find(step, (batch, divisors), {})
+        if self._divides and divisors is None:  # as tracing has shown, the first time perhaps
+            divisors = self._divisors(whole)
+            if divisors is not None:
+                return self._plans.find(step, (batch, divisors), {})
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "The loss is divided by what a mask leaves, or by the sum of weights. Each "
+                    "worker divides by that of its own part of the batch, and gradients are "
+                    "weighed by rows: where parts have not equally much, that is not quite the "
+                    "step of one device. It is with arrays, or batches that this process reads, "
+                    "and masks and weights that come from those alone."
+                )
+        return call
+
+    def _step(self, batch: Any, divisors: Any) -> Any:
         """What is traced."""
-        with of_parts.traced(self._warned):
+        if self._shares == 1:
             return traced_step(self._model, self._kind, self._groups, batch)
+        of = of_parts.Divisors(divisors)
+        with of_parts.traced(of):
+            result = traced_step(self._model, self._kind, self._groups, batch)
+        self._divides = self._divides or bool(of.own)
+        return result
+
+    def _divisors(self, batch: Any) -> Any:
+        """What a whole batch has for each row of what losses are divided by; None if not known."""
+        if batch is None:
+            return None
+        leaves, tree = jax.tree.flatten(batch)
+        key = (tree, *((x.shape, x.dtype) for x in leaves))
+        if key not in self._beforehand:
+            self._beforehand[key] = self._plans.beforehand(self._own_divisors, batch)
+        compute = self._beforehand[key]
+        return None if compute is None else tuple(np.asarray(x) for x in compute(batch))
+
+    def _own_divisors(self, batch: Any) -> Any:
+        of = of_parts.Divisors()
+        with of_parts.traced(of):
+            traced_step(self._model, self._kind, self._groups, batch)
+        return tuple(of.own)
 
     def _done(self, value: RemoteValue) -> None:
         if not value.cancelled() and value.exception() is None and not value.ended:
