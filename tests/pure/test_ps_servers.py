@@ -204,6 +204,43 @@ def test_rounds_over_all_servers():
     assert servers.push(4, 0, [item(units[0], np.array([1]), np.ones((1, 3)))], round=0).late
 
 
+def test_squares_of_a_round_and_numbers_for_it():
+    """What clipping by a norm needs: sums over all servers, and the same number on all of them."""
+    cluster = Cluster(3)
+    servers = cluster.client()
+    servers.hello(start=True)
+    (table, *_), units = model(servers, 3)
+    start = servers.read(table)
+    mean = np.zeros_like(start)
+    for closure, row in ((1, 0), (2, 49)):
+        gradient = np.full((1, 3), closure + 1.0, np.float32)
+        servers.push(closure, 0, [item(units[0], np.array([row]), gradient)], round=0)
+        mean[row] = gradient / 2
+    uid = units[0].uid
+
+    def ask(method, arrays=(), **fields):
+        fields = {"round": 0, "closures": [1, 2], "weights": [1.0, 1.0], "mean": True, **fields}
+        return servers.wait([servers.post(s, method, fields, arrays) for s in range(3)])
+
+    answers = ask("squares", places=[[uid, 0], ["other", 0]])
+    assert [a.fields for a in answers] == [{"missing": []}] * 3
+    totals = np.sum([a.arrays[0] for a in answers], axis=0)
+    np.testing.assert_allclose(totals, [np.square(mean).sum(), 0.0])
+    assert all(
+        a.fields["missing"] == [7] for a in ask("squares", closures=[7], weights=None, places=[])
+    )
+    with pytest.raises(ValueError, match="expected units and numbers from 0 on as 'places'"):
+        ask("squares", places=[[uid, -1]])
+    with pytest.raises(ValueError, match="expected a number for each as 'places'"):
+        ask("commit", [np.ones(2, np.float32)], places=[[uid, 1]])
+    with pytest.raises(ValueError, match="expected the place of one of 0 arrays as 'places'"):
+        ask("commit", places=[[uid, 1]])
+    np.testing.assert_array_equal(servers.read(table), start)
+    # The second value that its update is handed is the rate.
+    assert all(a.fields["applied"] for a in ask("commit", [np.float32(2.0)], places=[[uid, 1]]))
+    np.testing.assert_allclose(servers.read(table), start - 2 * mean, rtol=1e-6)
+
+
 def test_what_a_server_without_state_says():
     cluster = Cluster(2)
     servers = cluster.client()
@@ -360,6 +397,7 @@ _GOOD = {
         "items": [["table", 0, 0, [["rows", 1], ["scalar", 2]]]], "arrays": 3,
     }]},
     "commit": {"round": 0, "closures": [], "weights": None, "mean": True},
+    "squares": {"round": 0, "closures": [], "weights": None, "mean": True, "places": [["t", 0]]},
     "assign": {"vid": 2, "shard": 0, "op": "set", "rows": None, "token": ["c", 0, 0]},
     "create": {"specs": [], "starts": [[7, {"kind": "value", "places": [[0, 1]]}]]},
     "install": {"units": []},

@@ -8,6 +8,7 @@ import pytest
 
 import stratagem
 from stratagem.coordinator import ClusterCoordinator
+from stratagem.coordinator.guard import Guard
 
 ROWS = 96
 
@@ -161,12 +162,13 @@ def test_a_loss_that_is_divided_by_part_says_so(served, caplog, mode, count):
 @pytest.mark.parametrize(
     ("mode", "optimizer", "count"),
     [
-        ("synchronous", keras.optimizers.SGD(0.1, global_clipnorm=0.1), 1),
+        ("hybrid", keras.optimizers.SGD(0.1, global_clipnorm=0.1), 1),
         ("hybrid", keras.optimizers.SGD(0.1, clipnorm=0.1), 1),
         ("synchronous", keras.optimizers.SGD(0.1, clipvalue=0.1), 0),
         ("asynchronous", keras.optimizers.SGD(0.1, clipnorm=0.1), 0),
         ("synchronous", keras.optimizers.Muon(0.1), 1),
         ("synchronous", keras.optimizers.Lamb(0.1, clipnorm=0.1), 0),
+        ("synchronous", keras.optimizers.Lamb(0.1, global_clipnorm=0.1), 1),
         ("synchronous", keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 0),
     ],
 )
@@ -178,6 +180,66 @@ def test_updates_of_parts_say_so(served, caplog, mode, optimizer, count):
         model.compile(optimizer=type(optimizer).from_config(optimizer.get_config()), loss="mse")
     model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=40, epochs=2, verbose=0)
     assert caplog.text.count("Each worker computes that for its own part of the batch") == count
+
+
+@pytest.mark.parametrize("bound", ["clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RMSprop", "LossScaleOptimizer"])
+def test_norms_are_those_of_the_mean(served, caplog, kind, bound):
+    """Clipping by a norm, of shards and looked-up rows on two servers: the step of one device."""
+
+    def fitted():
+        keras.utils.set_random_seed(4)
+        ids = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Flatten()(keras.layers.Embedding(40, 4)(ids))
+        hidden = keras.layers.Dense(8, activation="tanh")(rows if kind != "RMSprop" else ids / 40)
+        model = keras.Model(ids, keras.layers.Dense(1)(hidden))
+        if kind == "LossScaleOptimizer":
+            inner = keras.optimizers.SGD(0.05, **{bound: 0.2})
+            optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        else:
+            optimizer = getattr(keras.optimizers, kind)(0.05, **{bound: 0.2})
+        model.compile(optimizer=optimizer, loss="mse")
+        ids, y = data()
+        past = model.fit(ids, 5 * y, batch_size=24, epochs=3, verbose=0, shuffle=False)
+        return past.history["loss"], model.get_weights()
+
+    expected, weights = fitted()
+    cut = stratagem.experimental.partitioners.FixedShardsPartitioner(2)
+    with served(2, 2, consistency="synchronous", variable_partitioner=cut).scope():
+        losses, found = fitted()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for one, other in zip(found, weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert "Each worker computes that" not in caplog.text
+
+
+def test_a_lost_round_is_made_again_with_the_same_norms(served, monkeypatch):
+    """A server that has applied a round has done so with them."""
+    apply, given = Guard._apply, []
+
+    def apply_twice(self, what, numbers):
+        given.append((what.round, dict(numbers)))
+        if [n for n, _ in given].count(what.round) == 1:
+            self._event(lambda state, now: state.lacks(what.round, now))
+        else:
+            apply(self, what, numbers)
+
+    monkeypatch.setattr(Guard, "_apply", apply_twice)
+    monkeypatch.setattr(
+        Guard, "_ask_of", lambda self, what, method, *args, ask=Guard._ask_of: (
+            asked.append((what.round, method)), ask(self, what, method, *args)
+        ),
+    )  # fmt: skip
+    asked = []
+    strategy = served(2, 1, consistency="synchronous")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1, clipnorm=0.1), loss="mse")
+    model.fit(np.ones((80, 3)), np.ones((80, 1)), batch_size=40, verbose=0)
+    assert [m for _, m in asked] == ["squares", "commit"] * 2
+    assert given[0] == given[1]
+    assert given[2] == given[3]
+    assert len(given[0][1]) > 0
 
 
 def test_backup_workers(served):

@@ -306,20 +306,17 @@ class Dispatcher:
         if what.lease is not None and what.fresh and self._record is not None:
             self._record.leased(what.token, what.lease)
         fields = {
-            "closure": what.closure,
-            "token": what.token,
-            "family": closure.family.number,
-            "below": what.below,
-            "round": what.round,
+            "closure": what.closure, "token": what.token, "family": closure.family.number,
+            "below": what.below, "round": what.round,
             "weight": 1.0 if closure.rows is None else float(closure.rows),
             "share": self._state.share if closure.share is None else closure.share,
-            "iterators": closure.numbers,
-            "at": closure.at,
-        }
+            "iterators": closure.numbers, "at": closure.at,
+        }  # fmt: skip
         try:
             for key, plan in list(closure.family.plans.items()):
                 self._crew.give_plan(what.worker, closure.family.number, key, plan, self._wire)
             arrays = closure.arguments(self._crew.index(what.worker))
+            self._guard.begins(what.round, closure.family)
             ran = functools.partial(self._ran, what)
             self._crew.run(what.worker, fields, arrays, ran, what.together)
         except Exception as error:  # what cannot be sent will not be answered

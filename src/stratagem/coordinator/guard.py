@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from stratagem.coordinator import instructions as do
 from stratagem.coordinator.presence import why_lost
@@ -17,6 +19,8 @@ from stratagem.errors import BackupError, JobMismatchError
 from stratagem.parameter_server.client import as_raised
 from stratagem.parameter_server.keeper import is_final
 from stratagem.parameter_server.link import OUT_OF_REACH, Link
+from stratagem.parameter_server.rounds import Place
+from stratagem.transport.message import Message
 
 _HELLO_SECONDS = 10.0
 _COMMIT_SECONDS = 600.0
@@ -47,6 +51,8 @@ class Guard:
         self._link, self._event = link, event
         self._told = told
         self._members: dict[str, _Member] = {}
+        self._families: dict[int, list[Any]] = {}  # of the closures of rounds
+        self._numbers: dict[int, dict[Place, np.ndarray]] = {}  # of the last round
 
     def connect(self, hub: Any) -> None:
         """Connects, beside the link; then `look` can be called."""
@@ -80,9 +86,50 @@ class Guard:
 
         self._link.snapshot(done)
 
+    def begins(self, number: int | None, family: Any) -> None:
+        """A closure of these plans is in a round; None: in none."""
+        if number is not None and family not in (known := self._families.setdefault(number, [])):
+            known.append(family)
+
     def commit(self, what: do.Commit) -> None:
-        """Has all servers apply a round."""
-        left, lacking = len(self._members), False
+        """Has all servers apply a round, with its norms, where an update takes any.
+
+        A round that is committed again, as a server was lost, has the norms that it had: others
+        have applied it with them.
+        """
+        self._families = {n: f for n, f in self._families.items() if n >= what.round}
+        plans = (p for family in self._families.get(what.round, ()) for p in family.plans.values())
+        norms = {n.numbers: n for p in plans if (n := p.parts.norms) is not None}
+        if not norms or what.round in self._numbers:
+            self._apply(what, self._numbers.get(what.round, {}))
+            return
+
+        def squared(answers: list[Message]) -> None:
+            totals = iter(np.sum([answer.arrays[0] for answer in answers], axis=0))
+            numbers: dict[Place, np.ndarray] = {}
+            for one in norms.values():
+                found = one.compute([next(totals) for _ in one.squares])
+                numbers.update(zip(one.numbers, found, strict=True))
+            self._numbers = {what.round: numbers}
+            self._apply(what, numbers)
+
+        places = [list(place) for one in norms.values() for place in one.squares]
+        self._ask_of(what, "squares", {"places": places}, (), squared)
+
+    def _apply(self, what: do.Commit, numbers: Mapping[Place, np.ndarray]) -> None:
+        places = [list(place) for place in numbers]
+        self._ask_of(
+            what, "commit", {"places": places}, list(numbers.values()),
+            lambda answers: self._event(lambda s, now: s.committed(what.round, now)),
+        )  # fmt: skip
+
+    def _ask_of(
+        self, what: do.Commit, method: str, more: Mapping[str, Any],
+        arrays: Sequence[np.ndarray], done: Callable[[list[Message]], None],
+    ) -> None:  # fmt: skip
+        """Asks all servers for something of a round; `done` gets their answers, if none lacks any
+        gradients."""
+        left, lacking, answers = len(self._members), False, []
 
         def one(member: _Member, result: Any) -> None:
             nonlocal left, lacking
@@ -98,19 +145,19 @@ class Guard:
                     member.peer, result.fields["missing"], what.round,
                 )  # fmt: skip
             left -= 1
+            answers.append(result)
             if not left and lacking:
                 self._event(lambda s, now: s.lacks(what.round, now))
             elif not left:
-                self._event(lambda s, now: s.committed(what.round, now))
+                done(answers)
 
         fields = {
             "job": self._link.servers.job, "round": what.round, "closures": list(what.tokens),
-            "mean": True, "weights": list(what.weights),
+            "mean": True, "weights": list(what.weights), **more,
         }  # fmt: skip
         for member in self._members.values():
-            member.peer.post(
-                "commit", fields, seconds=_COMMIT_SECONDS, done=functools.partial(one, member)
-            )
+            ask = functools.partial(one, member)
+            member.peer.post(method, fields, arrays, seconds=_COMMIT_SECONDS, done=ask)
 
     def stop(self, seconds: float) -> list[Any]:
         """Tells all servers that are there that the job is done; gives what to wait for."""

@@ -28,7 +28,7 @@ from stratagem.step.arguments import Argument, describe, flatten
 from stratagem.step.of_arguments import of_arguments
 from stratagem.step.same import identity
 from stratagem.step.trace import Facts, Program, RowClass, trace
-from stratagem.strategies.parameter_server import ASYNCHRONOUS, HYBRID
+from stratagem.strategies.parameter_server import ASYNCHRONOUS, HYBRID, SYNCHRONOUS
 from stratagem.strategies.remote import is_remote
 
 _log = logging.getLogger("stratagem")
@@ -204,7 +204,8 @@ class Plans:
         variables.adopt_all(program.variables, strategy)
         local = [v for v in program.variables if not is_remote(v)]
         _check_local(program, local)
-        parts = apart.divide(program, strategy.home_of, local)
+        in_rounds = strategy.consistency.mode == SYNCHRONOUS
+        parts = apart.divide(program, strategy.home_of, local, in_rounds=in_rounds)
         self._warn_of_parts(parts)
         strategy.link.install(parts.units)
         return Plan(next(self._numbers), parts, local)
@@ -246,7 +247,8 @@ class Plans:
                 "The update of %r%s uses %r of gradients. Each worker computes that for its own "
                 "part of the batch, before the mean of the round is taken, so it is not quite the "
                 "update of one device. Use what works element by element (clipvalue instead of "
-                "clipnorm and global_clipnorm; Adam instead of Adafactor and Muon).",
+                "clipnorm and global_clipnorm; Adam instead of Adafactor and Muon), or, for norms, "
+                "consistency='synchronous'.",
                 path, more, why,
             )  # fmt: skip
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.parameter_server import rounds
 from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.plan import Spec, Unit, are_counts, is_count, is_uid
-from stratagem.parameter_server.rounds import Change
+from stratagem.parameter_server.rounds import Change, Place
 from stratagem.parameter_server.store import Store, Token
 from stratagem.transport.incoming import told
 
@@ -84,6 +85,13 @@ class Fields:
     def units(self) -> list[Unit]:
         """The field `units`."""
         return [Unit.from_wire(x) for x in self.get("units", "a list", _is_list)]
+
+    def places(self) -> list[Place]:
+        """The field `places`: a unit, and which of the values that it is handed."""
+        found = self.entries("places", 2)
+        if not all(is_uid(unit) and is_count(place) for unit, place in found):
+            self.refuse("places", "units and numbers from 0 on", found)
+        return [(unit, place) for unit, place in found]
 
     def array(self, place: Any, name: str) -> np.ndarray:
         """The array at a place that a field names."""
@@ -224,8 +232,29 @@ def _push(store: Store, said: Fields) -> dict[str, Any]:
     return {"applied": done.applied, "staleness": done.staleness, "late": done.late}
 
 
+def squares(store: Store, said: Fields) -> Answer:
+    """`squares`: round, closures, weights, mean, places; of the mean gradients of a round."""
+    number, closures, weights = _round(said)
+    missing = store.rounds.missing(number, closures)
+    if missing:
+        return {"missing": list(missing)}, ()
+    changes = store.rounds.combined(number, closures, weights, said.flag("mean"))
+    return {"missing": []}, (rounds.squares(changes, said.places()),)
+
+
 def commit(store: Store, said: Fields) -> Answer:
-    """`commit`: round, closures, weights, mean."""
+    """`commit`: round, closures, weights, mean, and places, for each of which a number comes."""
+    number, closures, weights = _round(said)
+    places = said.places() if "places" in said.raw else []
+    numbers = {place: said.array(i, "places") for i, place in enumerate(places)}
+    if any(number.shape != () for number in numbers.values()):
+        said.refuse("places", "a number for each", places)
+    done = store.commit(number, closures, weights, said.flag("mean"), numbers)
+    return {"applied": done.applied, "missing": list(done.missing), "dropped": done.dropped}, ()
+
+
+def _round(said: Fields) -> tuple[int, list[int], list[float] | None]:
+    """Number, closures and weights of a round."""
     closures = said.counts("closures")
     weights = said.get(
         "weights",
@@ -236,8 +265,7 @@ def commit(store: Store, said: Fields) -> Answer:
     )
     if len(set(closures)) < len(closures):
         said.refuse("closures", "each closure once", closures)
-    done = store.commit(said.count("round"), closures, weights, said.flag("mean"))
-    return {"applied": done.applied, "missing": list(done.missing), "dropped": done.dropped}, ()
+    return said.count("round"), closures, weights
 
 
 def assign(store: Store, said: Fields) -> Answer:

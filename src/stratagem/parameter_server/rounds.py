@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,10 @@ import numpy as np
 
 from stratagem.parameter_server.bags import Bagged
 from stratagem.parameter_server.dtypes import is_small_float
+
+# A unit, and the place of a value among those it is handed.
+Place = tuple[int | str, int]
+Numbers = Mapping[Place, np.ndarray] | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Rounds:
     dropped: int = 0
     nbytes: int = 0
     staged: dict[int, dict[int, tuple[float, tuple[Change, ...]]]] = field(default_factory=dict)
+    _combined: tuple[Any, list[Change]] | None = field(default=None, init=False, repr=False)
 
     def stage(self, number: int, closure: int, weight: float, changes: Sequence[Change]) -> bool:
         """Keeps a closure's gradients for a round; False where it is too late, or again."""
@@ -108,17 +113,34 @@ class Rounds:
         return tuple(c for c in closures if c not in here)
 
     def combined(
-        self, number: int, closures: Sequence[int], weights: Sequence[float] | None, mean: bool
-    ) -> list[Change]:
+        self, number: int, closures: Sequence[int], weights: Sequence[float] | None, mean: bool,
+        numbers: Numbers = None,
+    ) -> list[Change]:  # fmt: skip
         """The weighted sum of what closures staged, one change a unit and shard.
 
         Floating-point gradients are multiplied by their weights, and for the mean divided by the
         sum of the weights; integers are only added. A scalar that is the same in all closures,
-        as a learning rate is, stays as it is.
+        as a learning rate is, stays as it is. It is kept until the round is finished.
+
+        Args:
+            number: of the round.
+            closures: in the order in which they are added.
+            weights: of each; None: those that came with the pushes.
+            mean: divides by the sum of the weights.
+            numbers: of the round, in place of what was pushed.
 
         Raises:
             ValueError: a unit got rows from one closure and all of it from another.
         """
+        key = (number, tuple(closures), None if weights is None else tuple(weights), mean)
+        if self._combined is None or self._combined[0] != key:
+            self._combined = key, self._combine(number, closures, weights, mean)
+        changes = self._combined[1]
+        return [_with(numbers, change) for change in changes] if numbers else changes
+
+    def _combine(
+        self, number: int, closures: Sequence[int], weights: Sequence[float] | None, mean: bool
+    ) -> list[Change]:
         here = self.staged.get(number, {})
         given = list(weights) if weights is not None else [here[c][0] for c in closures]
         total = sum(given) if mean else 1.0
@@ -140,9 +162,28 @@ class Rounds:
         self.staged = {r: here for r, here in self.staged.items() if r > number}
         every = (s for closures in self.staged.values() for s in closures.values())
         self.nbytes = sum(change.nbytes for _, changes in every for change in changes)
-        self.committed = number
+        self.committed, self._combined = number, None
         self.dropped += dropped
         return dropped
+
+
+def squares(changes: Sequence[Change], places: Sequence[Place]) -> np.ndarray:
+    """Sums of the squares of what changes hand over at some places, float64 `[places]`."""
+    totals = dict.fromkeys(places, 0.0)
+    for change in changes:
+        for place, (_, value) in enumerate(change.handed):
+            if (change.uid, place) in totals:
+                square = np.square(value.astype(np.float64))
+                totals[change.uid, place] += float(square.sum())
+    return np.asarray([totals[place] for place in places], np.float64)
+
+
+def _with(numbers: Mapping[Place, np.ndarray], change: Change) -> Change:
+    handed = (
+        (kind, numbers.get((change.uid, place), value) if kind == "scalar" else value)
+        for place, (kind, value) in enumerate(change.handed)
+    )
+    return replace(change, handed=tuple(handed))
 
 
 def _sum(found: Sequence[tuple[float, Change]]) -> Change:

@@ -134,6 +134,10 @@ class ParameterServer:
         self._check_job(said)
         return protocol.read(self.store, said)
 
+    def _squares(self, request: Request, said: Fields) -> Answer:
+        self._check_job(said)
+        return protocol.squares(self.store, said)
+
     def _table(self, request: Request, said: Fields) -> Answer:
         self._check_job(said)
         return protocol.table(self.store, said)
@@ -261,7 +265,7 @@ class ParameterServer:
 
     _handlers: Mapping[str, Callable[[ParameterServer, Request, Fields], Answer | None]] = {
         "hello": _hello, "status": _status, "stop": _stop, "pull": _pull, "read": _read,
-        "table": _table,
+        "table": _table, "squares": _squares,
         "create": _create, "snapshot": _take_snapshot, "restore": _restore, "recover": _recover,
         "mirror": _mirror, "mirror_state": _mirror, "mirror_rows": _mirror,
         **dict.fromkeys(protocol.CHANGES, _change),

@@ -18,7 +18,7 @@ from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.block import Block, assign, check_operation, update
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.plan import Spec, Unit
-from stratagem.parameter_server.rounds import Change, Committed, Pushed, Rounds
+from stratagem.parameter_server.rounds import Change, Committed, Numbers, Pushed, Rounds
 from stratagem.parameter_server.tables import Tables
 from stratagem.parameter_server.units import Units
 from stratagem.parameter_server.whole import WholeProgram
@@ -291,7 +291,7 @@ class Store:
 
     def commit(
         self, number: int, closures: Sequence[int], weights: Sequence[float] | None = None,
-        mean: bool = True,
+        mean: bool = True, numbers: Numbers = None,
     ) -> Committed:  # fmt: skip
         """Applies what exactly these closures staged for a round, as one push.
 
@@ -303,13 +303,13 @@ class Store:
             closures: in the order in which they are added; no number twice.
             weights: of each; None: those that came with the pushes.
             mean: divides by the sum of the weights.
+            numbers: of the round, in place of what was pushed.
         """
         if number <= self.rounds.committed:
             return Committed(False)
-        missing = self.rounds.missing(number, closures)
-        if missing:
+        if missing := self.rounds.missing(number, closures):
             return Committed(False, missing)
-        changes = self.rounds.combined(number, closures, weights, mean) if closures else []
+        changes = self.rounds.combined(number, closures, weights, mean, numbers) if closures else []
         self._apply(changes)
         return Committed(True, (), self.rounds.finish(number, closures))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from stratagem.parameter_server.rows import ROWS
 from stratagem.parameter_server.whole import WholeProgram
-from stratagem.step import primitives
+from stratagem.step import norms, primitives
 from stratagem.step.by_lookup import ByLookup
 from stratagem.step.flatten import Equation, flatten
 from stratagem.step.flow import Flow, Home, is_elementwise
@@ -28,12 +28,13 @@ from stratagem.step.given import given_of, is_seed, refuse_inner_given
 from stratagem.step.ids import row_number_p
 from stratagem.step.linear import not_linear
 from stratagem.step.lower import perform
+from stratagem.step.norms import Norms
 from stratagem.step.parts import Parts, Push, Sum, Table, Unit
 from stratagem.step.program import read_all, variables_of, write_all
 from stratagem.step.ship import ship, spec_of
 from stratagem.step.tables import ByRow, NotByRowError
 from stratagem.step.trace import Program
-from stratagem.step.units import Update, uid_of, updates
+from stratagem.step.units import Handed, Update, uid_of, updates
 from stratagem.step.worker_part import Local, WorkerPart
 
 _log = logging.getLogger("stratagem")
@@ -43,7 +44,7 @@ _MEGABYTE = 1e6
 
 def divide(
     program: Program, homes: Callable[[Any], Home], local: Sequence[Any] = (),
-    by_lookup: bool | None = None,
+    by_lookup: bool | None = None, in_rounds: bool = False,
 ) -> Parts:  # fmt: skip
     """Divides a step between a worker and the parameter servers.
 
@@ -56,6 +57,8 @@ def divide(
         local: variables whose values the caller passes and gets back (metrics), in this order.
         by_lookup: whether the worker looks rows up beside its program where it can; None: on CPU.
             Where accelerators compute, rows go there once, however many lookups got them.
+        in_rounds: whether all its gradients wait for the end of a round, whose norms are known
+            then; see `norms`.
 
     Raises:
         ValueError: an update is not elementwise and its variable is sharded; or the step calls
@@ -63,11 +66,13 @@ def divide(
     """
     if by_lookup is None:
         by_lookup = jax.default_backend() == "cpu"
-    return _Division(program, homes, local).parts(by_lookup)
+    return _Division(program, homes, local, in_rounds).parts(by_lookup)
 
 
 class _Division:
-    def __init__(self, program: Program, homes: Callable[[Any], Home], local: Sequence[Any]):
+    def __init__(
+        self, program: Program, homes: Callable[[Any], Home], local: Sequence[Any], in_rounds: bool
+    ):
         self.program = program
         own = {id(v) for v in local}
         self.variables = program.variables
@@ -88,7 +93,12 @@ class _Division:
             for v, i in zip(local, places, strict=True)
         ]  # fmt: skip
         written = {i: atom for i, atom in new.items() if self.homes[i] is not None}
+        self.norms = norms.Found(self.flow)
+        self.flow.numbers = self.norms if in_rounds else ()
         self.updates = updates(self.flow, written)
+        if in_rounds and not self._has_their_gradients():
+            self.flow.numbers = ()
+            self.updates = updates(self.flow, written)
         # Variable, whether its first element alone, table whose rows it shall have.
         self.handed: dict[tuple[Any, bool, int | None], int] = {}  # in order, with its number
         self.sums: dict[tuple[Any, int], Sum] = {}  # in order
@@ -108,10 +118,27 @@ class _Division:
                     "constraint over whole weights, or a partitioner that leaves it on one server."
                 )
 
+    def _has_their_gradients(self) -> bool:
+        """Whether the servers get each gradient whose norm an update needs, as it arrived."""
+        handed = {h.var for u in self.updates for h in u.handed}
+        sums = self.norms.sums_of([v for v in handed if v in self.norms])
+        return handed.issuperset(self.norms.gradients[v] for v in sums)
+
+    def _norms(self, units: Sequence[Unit]) -> Norms | None:
+        """What the coordinator computes at the end of a round."""
+        numbers: dict[Any, list[norms.Place]] = {}
+        handed: dict[Any, norms.Place] = {}
+        for update, unit in zip(self.updates, units, strict=True):
+            for place, h in enumerate(update.handed):
+                handed.setdefault(h.var, (unit.uid, place))
+                if h.var in self.flow.numbers:
+                    numbers.setdefault(h.var, []).append((unit.uid, place))
+        return norms.norms_of(self.norms, numbers, handed) if numbers else None
+
     def parts(self, by_lookup: bool) -> Parts:
         flow = self.flow
         returned = [one.new for one in self.local if one.new is not None]
-        wanted = [*self.results, *returned, *(h.var for u in self.updates for h in u.handed)]
+        wanted = [*self.results, *returned, *(h.var for u in self.updates for h in self._own(u))]
         eqns = needed(flow.eqns, wanted)
         read = {v for e in eqns for v in variables_of(e.invars)} | set(variables_of(wanted))
         put_in = (primitives.given_p, row_number_p)
@@ -145,6 +172,7 @@ class _Division:
             ids=worker.ship_ids(numbers) if tables else b"",
             compute=worker.ship_compute(whole, self.results, self.local, list(self.handed)),
             by_part=self._by_part(units),
+            norms=self._norms(units),
             out_tree=self.program.out_tree,
             out_leaves=self.program.out_leaves,
         )
@@ -154,8 +182,12 @@ class _Division:
         return [
             (unit.uid, self.variables[update.members[0]].path, why)
             for update, unit in zip(self.updates, units, strict=True)
-            for why in [found[h.var] for h in update.handed if h.var in found][:1]
+            for why in [found[h.var] for h in self._own(update) if h.var in found][:1]
         ]
+
+    def _own(self, update: Update) -> list[Handed]:
+        """What a worker computes of what an update is handed."""
+        return [h for h in update.handed if h.var not in self.flow.numbers]
 
     def _vid(self, index: int) -> int:
         home = self.homes[index]
@@ -177,10 +209,10 @@ class _Division:
             if self.homes[i] is not None and v in sources and v.aval.shape[:1]
         ]
         handed = [
-            ([h.var for h in u.handed if not h.first and h.kind == ROWS], u.members)
+            ([h.var for h in self._own(u) if not h.first and h.kind == ROWS], u.members)
             for u in self.updates
         ]
-        scalars = [h.var for u in self.updates for h in u.handed if h.first or h.kind != ROWS]
+        scalars = [h.var for u in self.updates for h in self._own(u) if h.first or h.kind != ROWS]
         for u in self.updates:
             names = [self.variables[i].path for i in u.members]
             if any("gradient_accumulator" in name for name in names):
@@ -266,6 +298,9 @@ class _Division:
         if update.rows is not None:
             data = update.rows.to_wire()
             content = repr(data).encode()
+            numbers = [h.var for h in update.handed if h.var in self.flow.numbers]
+            if numbers:  # of the same update with another bound, as a norm's
+                content += self.norms.program(self.norms.sums_of(numbers), numbers)[1].encode()
         else:
             content = self._ship_update(update)
             count = len(update.handed)
@@ -296,6 +331,9 @@ class _Division:
         handed = []
         by_row = worker.by_row
         for h in update.handed:
+            if h.var in self.flow.numbers:
+                handed.append(("number", 0))
+                continue
             if table is not None and (h.var, table) in worker.by_lookup.totals:
                 handed.append(("sum", self._sum(h.var, table, worker)))
                 continue

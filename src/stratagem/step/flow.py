@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,9 @@ class Flow:
     Args:
         closed: flattened; inputs are the variables' values, then others.
         homes: of each variable; None for one whose value is an argument like others.
+
+    Attributes:
+        numbers: made of gradients, but known before an update begins; see `norms`.
     """
 
     def __init__(self, closed: ClosedJaxpr, homes: Sequence[Home | None]):
@@ -61,6 +64,7 @@ class Flow:
         # What depends on old values at all, but not through gradients or computations on data.
         self.reaching = self._follow(lambda eqn: is_elementwise(eqn) or not self._of_data(eqn))
         self.met = self._met()
+        self.numbers: Container[Any] = ()
 
     def _of_data(self, eqn: Equation) -> bool:
         return any(v in self.data for v in variables_of(eqn.invars))

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from stratagem.step.norms import Norms
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -89,7 +91,7 @@ class Push:
         table: position in `Parts.tables` of the table whose rows are touched, None for all rows.
         handed: for each input of the update its kind ("scalar", "rows", "whole"), and its number
             among the handed values; of kind "sum" it is handed as "rows", and its number is that
-            among `Parts.sums`.
+            among `Parts.sums`; of kind "number" it is one of its round, and of no worker.
     """
 
     uid: str
@@ -136,6 +138,7 @@ class Parts:
             lookups are, table by table, positions in them, or what the lookup got.
         by_part: what is pushed that is not linear in gradients: the unit, path of its first
             variable, and the operation; not on the wire. A round of that is not one device's step.
+        norms: what is computed at the end of a round; not on the wire.
         out_tree: structure of the function's result; not on the wire.
         out_leaves: as of `Program`; not on the wire.
     """
@@ -151,6 +154,7 @@ class Parts:
     ids: bytes
     compute: bytes
     by_part: Sequence[tuple[str, str, str]] = ()
+    norms: Norms | None = None
     out_tree: Any = None
     out_leaves: Sequence[tuple[str, Any]] = ()
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from stratagem.parameter_server.bags import Bagged, Bags, fewer
 from stratagem.parameter_server.cut import aligned
+from stratagem.parameter_server.rows import SCALAR
 from stratagem.parameter_server.tables import in_order
 from stratagem.step.distinct import Distinct
 from stratagem.step.ids import whole as whole_ids
@@ -19,6 +20,8 @@ from stratagem.step.ship import unship
 
 # A part of the rows, by which later batches may need more before another shape is compiled.
 _ROOM = 8
+# In the place of a number that servers get at the end of the round.
+_UNKNOWN = np.full((), np.nan, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +181,8 @@ def _handed(
 ) -> tuple[str, Any]:  # fmt: skip
     if kind == "sum":
         return "bags" if isinstance(sums[number], Bagged) else "rows", sums[number]
+    if kind == "number":
+        return SCALAR, _UNKNOWN
     value = handed[number]
     if table is None or kind == "scalar":
         return kind, value

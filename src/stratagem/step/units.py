@@ -202,7 +202,8 @@ def _fewer(
         of = arrays if v in arrays else rest
         of.remove(v)
         of.add(source)
-        others = {u for e in changes for u in variables_of(e.invars) if u not in flow.met}
+        taken = {u for e in changes for u in variables_of(e.invars)}
+        others = {u for u in taken if u not in flow.met or u in flow.numbers}
         rest.update(others - state)
     found = sorted({*arrays, *rest}, key=lambda v: _place(flow, v))
     return sorted(chosen.values(), key=lambda e: flow.order[id(e)]), found
@@ -237,16 +238,21 @@ def _arrived(flow: Flow, v: Any) -> tuple[list[Equation], Any]:
     worker, where XLA does it for nothing; but for gradients of rows, which the worker would have to
     take out of its memory again for that, while the server has them in its cache.
     """
-    found, back = _cone(flow, [v], lambda u, e: u in flow.met and is_elementwise(e))
-    met = [u for u in back if u in flow.met]
-    others = [u for u in back if u not in flow.met]
+
+    def is_met(u: Any) -> bool:
+        return u in flow.met and u not in flow.numbers
+
+    found, back = _cone(flow, [v], lambda u, e: is_met(u) and is_elementwise(e))
+    met = [u for u in back if is_met(u)]
+    others = [u for u in back if not is_met(u)]
     if len(met) != 1 or any(u in flow.data or _is_array(flow, u) for u in others):
         return [], v
-    # Of numbers that are made of gradients, as a norm, each worker has its own.
+    # Of what else is made of gradients, each worker has its own.
     source = met[0]
     eqn = flow.producer[source]
-    own = [(e, [u for u in variables_of(e.invars) if u in flow.met]) for e in found]
-    useful = _is_of_rows(flow, source) or not all(is_linear(e, of) for e, of in own)
+    own = [(e, [u for u in variables_of(e.invars) if is_met(u)]) for e in found]
+    useful = _is_of_rows(flow, source) or any(u in flow.numbers for u in others)
+    useful = useful or not all(is_linear(e, of) for e, of in own)
     return (found, source) if useful and (_is_array(flow, source) or is_arrival(eqn)) else ([], v)
 
 
@@ -333,6 +339,12 @@ def _simplest(flow: Flow, v: Any, shape: Any) -> tuple[rows.Literal | None, Hand
 
 
 def uid_of(vids: Sequence[int], written: Sequence[bool], program: bytes) -> str:
-    """The name of a unit: equal for equal ones."""
+    """The name of a unit: equal for equal ones.
+
+    Args:
+        vids: its variables.
+        written: for each, whether it gets a new value.
+        program: of its update, and whatever else tells it from others.
+    """
     content = repr((list(vids), list(written))).encode() + program
     return hashlib.sha256(content).hexdigest()[:24]
