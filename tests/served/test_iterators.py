@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 
 import cloudpickle
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.coordinator import ClusterCoordinator
+from stratagem.coordinator import ClusterCoordinator, crew
 from stratagem.step import apart
 from stratagem.utils import DatasetCreator
 
@@ -61,9 +62,9 @@ def divided(monkeypatch):
     """Gets an item for each program that is made."""
     made, divide = [], apart.divide
 
-    def counted(*args):
+    def counted(*args, **kwargs):
         made.append(args[0])
-        return divide(*args)
+        return divide(*args, **kwargs)
 
     monkeypatch.setattr(apart, "divide", counted)
     return made
@@ -216,6 +217,37 @@ def test_a_dataset_that_one_worker_has_nothing_of(served):
     nothing = iter(coordinator.create_per_worker_dataset(lambda: iter(())))
     assert nothing.element_spec is None
     assert coordinator.schedule(lambda it: next(it) + 1, (nothing,)).ended
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_has_not_come_yet_has_a_say_in_whether_data_are_empty(
+    served, monkeypatch, caplog, comes
+):
+    """Workers of a job do not start at once; and who never comes is not waited for for ever."""
+    monkeypatch.setattr(crew, "_COME_SECONDS", SECONDS if comes else 0.2)
+    strategy = served(2, 1)
+    strategy.cluster.stop("worker", 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def second_alone():
+        index = stratagem.coordinator.experimental_get_current_worker_index()
+        return [np.float32(i) for i in range(3 * index)]
+
+    def look():
+        dataset = coordinator.create_per_worker_dataset(second_alone)
+        found.append(all_of(coordinator, lambda it: next(it) + 1, iter(dataset)))
+
+    found = []
+    thread = threading.Thread(target=look)
+    thread.start()
+    openings = coordinator.dispatcher._crew._openings
+    until(lambda: any(o.empty for o in list(openings.values())), "worker 0 to say that it has none")
+    if comes:
+        strategy.cluster.start("worker", 1)
+    thread.join(SECONDS)
+    assert [sorted(values) for values in found] == [[1, 2, 3] if comes else []]
+    assert ("worker 1 at 127.0.0.1" in caplog.text) != comes
+    assert ("has not come in 0.2 s: it is taken to have none either" in caplog.text) != comes
 
 
 def test_iterators_that_are_no_arguments(served):

@@ -193,7 +193,7 @@ def _ask(line: socket.socket, card: Card, deadline: float, key: Key) -> tuple[An
     theirs, own = json.loads(_read_line(line))["challenge"], challenge()
     said = asdict(card)
     _send(line, {"card": said, "challenge": own, "proof": key.proof("task", theirs, own, said)})
-    line.settimeout(_left(deadline) + 2 * _RETRY_SECONDS + _TRY_SECONDS)
+    line.settimeout(_left(deadline) + 2 * _RETRY_SECONDS + _GRACE_SECONDS)
     message = json.loads(_read_line(line))
     answer = message["answer"]
     return answer, key.fault(message["proof"], "leader", own, theirs, answer)

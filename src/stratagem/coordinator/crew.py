@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from stratagem.transport.message import Message
 
 _SETUP_SECONDS = 30.0
 _PROGRAM_SECONDS = 300.0
+_COME_SECONDS = 60.0  # in which a worker has to come to have a say in whether data are empty
 _CLOSURE_SECONDS = 1e9  # a step may take any time; a worker that has died is silent
 
 _log = logging.getLogger("stratagem")
@@ -33,6 +35,7 @@ class Member:
         peer: the connection.
         up: the incarnation that takes part; None while it is not there.
         asked: whether it is being set up.
+        lost: whether it was there, and is not.
         has: the plans that it has.
         iterators: the iterators that it was told of.
     """
@@ -40,7 +43,7 @@ class Member:
     def __init__(self, index: int, name: str, peer: Any):
         self.index, self.name, self.peer = index, name, peer
         self.up: str | None = None
-        self.asked = False
+        self.asked = self.lost = False
         self.has: set[int] = set()
         self.iterators: set[int] = set()
 
@@ -65,13 +68,15 @@ class Opening:
 
     Attributes:
         first: shapes and dtypes of the first element of whichever has one and answers first.
-        awaited: the workers that have not answered.
+        awaited: the workers that have not answered; also those that have not come yet.
         empty: whether one has answered that it has no element.
+        until: when those are not awaited any more that have not come.
     """
 
     first: Future[Any] = dataclasses.field(default_factory=Future)
     awaited: set[str] = dataclasses.field(default_factory=set)
     empty: bool = False
+    until: float = dataclasses.field(default_factory=lambda: time.monotonic() + _COME_SECONDS)
 
     def settle(self, name: str) -> None:
         """A worker has answered, or is lost; where none of the others has an element, none has."""
@@ -139,6 +144,16 @@ class Crew:
                     "setup", {**self._setup, "index": member.index}, seconds=_SETUP_SECONDS,
                     done=functools.partial(self._set_up, member),
                 )  # fmt: skip
+        for opening in self._openings.values():
+            if opening.empty and not opening.first.done() and time.monotonic() > opening.until:
+                late = [m for n in opening.awaited if (m := self._members[n]).up is None]
+                for member in late:
+                    _log.warning(
+                        "A dataset is empty where it was opened, and %s has not come in %g s: it "
+                        "is taken to have none either. Start it earlier.",
+                        member.peer, _COME_SECONDS,
+                    )  # fmt: skip
+                    opening.settle(member.name)
 
     def lost(self, name: str, why: str) -> None:
         """A worker has not answered, and will not."""
@@ -248,7 +263,8 @@ class Crew:
     def open_iterator(self, number: int, pickled: bytes) -> None:
         """Has all workers open an iterator, now or when they come."""
         self._iterators[number] = pickled
-        self._openings.setdefault(number, Opening())
+        opening = self._openings.setdefault(number, Opening())
+        opening.awaited.update(n for n, m in self._members.items() if not m.lost)
         for member in self._members.values():
             if member.up is not None:
                 self._open(member, number)
@@ -303,7 +319,7 @@ class Crew:
         member.asked = False
         if isinstance(answer, Exception):
             return  # `look` asks again
-        member.up = member.peer.incarnation
+        member.up, member.lost = member.peer.incarnation, False
         member.has.clear()
         member.iterators -= self._iterators.keys()  # it is told of these anew
         for number in self._iterators:
@@ -313,7 +329,7 @@ class Crew:
         self._event(lambda s, now: s.worker_up(member.name, up, now))
 
     def _down(self, member: Member, why: str) -> None:
-        was, member.up = member.up, None
+        was, member.up, member.lost = member.up, None, True
         self._await_no_more(member.name)
         _log.warning("%s is lost: %s. Its work is done by others.", member.peer, why)
         self._event(lambda s, now: s.worker_down(member.name, why, now, was))
