@@ -457,3 +457,30 @@ def test_branches_on_variables(strategy):
     with pytest.raises(ReplicaBranchError, match=rf"{re.escape(__file__)}:\d+ in fn "):
         strategy.run(fn)
     assert float(v.value) == 1.0
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.vmap(jax.jit(f))])
+@pytest.mark.parametrize("first", [False, True])
+def test_helpers_that_jax_remembers_read_what_variables_hold(wrap, first):
+    """JAX traces such a function once for all that call it: in a step, another one, and outside."""
+    strategy = stratagem.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        v = keras.Variable(3.0)
+    helper = wrap(lambda x: x * v.value)
+    x = np.array([2.0], np.float32)
+
+    def step(x):
+        known = v + 0.0 if first else 0.0
+        with stratagem.GradientTape() as tape:
+            y = jnp.sum(helper(x))
+        return y, tape.gradient(y, v), known
+
+    def another(x):
+        return jnp.sum(helper(x)) + 1.0
+
+    assert [float(r.values[1]) for r in strategy.run(step, (x,))[:2]] == [6.0, 2.0]
+    v.assign(5.0)
+    assert float(strategy.run(step, (x,))[0].values[0]) == 10.0
+    assert float(strategy.run(another, (x,)).values[0]) == 11.0
+    assert float(wrap(lambda x: x * v.value)(x)[0]) == 10.0
+    assert float(helper(x)[0]) == 10.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ _BRANCH_ERRORS = (
     jax.errors.TracerArrayConversionError,
     jax.errors.ConcretizationTypeError,
 )
+
+# JAX keeps what it has traced of a function that `jax.jit` or `jax.checkpoint` wraps, with what
+# variables were there. An attempt has its own: none may get, or leave behind, another's variables.
+_attempts, _numbers = jax.make_user_context(0), itertools.count(1)
 
 
 @dataclasses.dataclass
@@ -277,7 +282,8 @@ def _attempt(
         return dynamic, [scope.state_mapping[id(state[i])] for i in found["written"]]
 
     state_specs = [variables.local_spec(v) for v in state]
-    jaxpr = jax.make_jaxpr(program)(state_specs, list(specs))
+    with _attempts(next(_numbers)):
+        jaxpr = jax.make_jaxpr(program)(state_specs, list(specs))
     jaxpr = ClosedJaxpr(jaxpr.jaxpr, [_off_mesh(const) for const in jaxpr.consts])
     return Program(
         jaxpr, state, found["written"], found["tree"], found["leaves"], rows, current.aggregated
