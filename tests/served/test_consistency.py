@@ -242,6 +242,39 @@ def test_a_lost_round_is_made_again_with_the_same_norms(served, monkeypatch):
     assert len(given[0][1]) > 0
 
 
+def test_a_round_is_the_parts_of_one_batch_whoever_computes_them(served):
+    """Workers that come, leave and are lost change no step: the weights are one device's."""
+
+    def fitted(before_epoch=lambda epoch: None):
+        model = make_model()
+        callback = keras.callbacks.LambdaCallback(on_epoch_begin=lambda e, logs: before_epoch(e))
+        ids, y = data()
+        past = model.fit(ids, y, batch_size=24, epochs=5, verbose=0, shuffle=False,
+                         callbacks=[callback])  # fmt: skip
+        return past.history["loss"], model
+
+    expected, alone = fitted()
+    strategy = served(2, 1, consistency="synchronous")
+    coordinator = ClusterCoordinator(strategy)
+
+    def change(epoch):
+        if epoch == 1:
+            coordinator.add_worker(strategy.cluster.add_worker())
+        elif epoch == 2:
+            coordinator.remove_worker(0)
+        elif epoch == 3:
+            strategy.cluster.stop("worker", 1)
+        elif epoch == 4:
+            strategy.cluster.start("worker", 1)
+
+    with strategy.scope():
+        losses, model = fitted(change)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert int(model.optimizer.iterations.numpy()) == int(alone.optimizer.iterations.numpy())
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_backup_workers(served):
     """A round does not wait for the last; what is dropped is counted."""
     coordinator, losses = trained(served, consistency="synchronous", backup_workers=1)

@@ -26,6 +26,7 @@ class Closure:
 
     Attributes:
         token: number that it pushes under.
+        parts: how many closures make its round; 0: as many as there are workers then.
         holders: names of the workers that have it; one is usual.
         started: whether it was ever handed out.
         resolved: whether the program has its result.
@@ -47,6 +48,7 @@ class Closure:
         "lost",
         "needs",
         "number",
+        "parts",
         "phase",
         "programs",
         "pushes",
@@ -58,13 +60,14 @@ class Closure:
     )
 
     def __init__(
-        self, number: int, needs: frozenset[str], dataset: str | None, pushes: bool
+        self, number: int, needs: frozenset[str], dataset: str | None, pushes: bool, parts: int = 0
     ) -> None:
         self.number = number
         self.token = number
         self.needs = needs
         self.dataset = dataset
         self.pushes = pushes
+        self.parts = parts
         self.lease: Lease | None = None
         self.phase = Phase.WAITING
         self.holders: list[str] = []
@@ -97,8 +100,8 @@ class Kind:
         else:
             self._queue.append(closure)
 
-    def head(self, may_start: bool) -> Closure | None:
-        """The next one; None where there is none, or none may start."""
+    def head(self, may_start: Callable[[Closure], bool]) -> Closure | None:
+        """The next one; None where there is none, or it may not start."""
         again, queue = self._again, self._queue
         while again and again[0].phase is not Phase.QUEUED:
             heapq.heappop(again)
@@ -106,7 +109,7 @@ class Kind:
             return again[0]
         while queue and queue[0].phase is not Phase.QUEUED:
             queue.popleft()
-        return queue[0] if queue and (may_start or not self._pushes) else None
+        return queue[0] if queue and (not self._pushes or may_start(queue[0])) else None
 
     def pop(self) -> None:
         """Remove what `head` has just said."""
@@ -153,7 +156,7 @@ class Queue:
             self.length -= 1
         closure.phase = phase
 
-    def next(self, may_start: Callable[[], bool]) -> tuple[Closure, Worker, bool] | None:
+    def next(self, may_start: Callable[[Closure], bool]) -> tuple[Closure, Worker, bool] | None:
         """The oldest closure that a worker can take now, that worker, and whether it is new."""
         best: tuple[Closure, Worker, Kind] | None = None
         empty = None
@@ -163,7 +166,7 @@ class Queue:
                 empty = key
             if worker is None:
                 continue
-            head = kind.head(may_start())
+            head = kind.head(may_start)
             if head is not None and (best is None or head.number < best[0].number):
                 best = head, worker, kind
         if empty is not None:

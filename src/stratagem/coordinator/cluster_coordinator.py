@@ -138,11 +138,11 @@ class ClusterCoordinator:
     def submit(
         self, call: Call, *, counts: bool = True, rows: int | None = None, most: int | None = None,
         batch: tuple[str, int] | None = None, at: list[int] | None = None,
-        share: float | None = None,
+        share: float | None = None, parts: int = 0,
     ) -> RemoteValue:  # fmt: skip
         """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
         value = RemoteValue()
-        closure = Scheduled(*call, value, counts, rows, self.tallies.add, batch, at, share)
+        closure = Scheduled(*call, value, counts, rows, self.tallies.add, batch, at, share, parts)
         self.dispatcher.schedule(closure, most)
         return value
 

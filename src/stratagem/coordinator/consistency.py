@@ -135,13 +135,13 @@ class Rounds:
     def __contains__(self, closure: int) -> bool:
         return closure in self._running or closure in self._staged
 
-    def may_start(self, workers: int) -> bool:
-        """Whether a closure can be a member of the round."""
+    def may_start(self, size: int) -> bool:
+        """Whether a closure can be a member of the round: of one of this size, if it is empty."""
         if self._committing or self._again:
             return False
         members = len(self._running) + len(self._staged)
         if not members:
-            self.size = max(1, workers)
+            self.size = max(1, size)
         return members < self.size
 
     def start(self, closure: int, token: int) -> None:

@@ -149,6 +149,7 @@ class Dispatcher:
             number, found = self._state.schedule(
                 time.monotonic(), iterators=closure.needs,
                 dataset=None if batch is None else batch[0], pushes=closure.counts,
+                parts=closure.parts,
             )  # fmt: skip
             self._closures[number] = closure
             if batch is not None:

@@ -183,10 +183,10 @@ class Flights:
 
     # Handing out.
 
-    def _may_start(self) -> bool:
+    def _may_start(self, closure: Closure) -> bool:
         if self._window is not None:
             return self._window.may_start()
-        return self._rounds is None or self._rounds.may_start(self._workers.active)
+        return self._rounds is None or self._rounds.may_start(closure.parts or self._workers.active)
 
     def _dispatch(self, now: float) -> None:
         for closure in list(self._queue.without_data()):

@@ -30,6 +30,7 @@ class Scheduled:
         batch: which batch of which accounted dataset it is for; None where that is not noted.
         at: which rows its worker reads; see `data.numbered`.
         share: its part of the rows of its round; None where all parts are equal.
+        parts: how many make its round; 0: as many as there are workers.
     """
 
     family: Family
@@ -42,6 +43,7 @@ class Scheduled:
     batch: tuple[str, int] | None = None
     at: list[int] | None = None
     share: float | None = None
+    parts: int = 0
 
     @property
     def numbers(self) -> list[int]:

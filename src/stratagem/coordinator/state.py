@@ -105,6 +105,7 @@ class State(Answers):
         iterators: Iterable[str] = (),
         dataset: str | None = None,
         pushes: bool = True,
+        parts: int = 0,
     ) -> tuple[int, list[Instruction]]:
         """A closure is to be executed; only after `ask("schedule")` has said `Go`.
 
@@ -113,6 +114,8 @@ class State(Answers):
             dataset: accounted dataset that it takes a batch of.
             pushes: whether it may change variables. One that does not is never held back by
                 the rule of consistency, and never dropped.
+            parts: how many closures, which follow each other, make its round: the parts of one
+                batch, whoever computes them; 0: as many as there are workers then.
 
         Returns:
             its number, and instructions.
@@ -134,7 +137,7 @@ class State(Answers):
             )
         number, self._next = self._next, self._next + 1
         self._flush = False
-        closure = Closure(number, frozenset(iterators), dataset, pushes)
+        closure = Closure(number, frozenset(iterators), dataset, pushes, parts)
         self._closures[number] = closure
         self._iterators.need(closure.needs)
         self._queue.put(closure)

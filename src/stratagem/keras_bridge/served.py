@@ -56,8 +56,9 @@ class ServedStep:
         flat = [v for group in self._groups for v in group]
         self._plans = Plans(strategy, strategy.executor.replica, touches=flat, fit=True)
         self._most = _AHEAD * len(strategy.workers)
-        in_rounds = strategy.consistency.mode != ASYNCHRONOUS and kind == "train"
-        self._shares = len(strategy.workers) if in_rounds else 1
+        self._in_rounds = strategy.consistency.mode != ASYNCHRONOUS and kind == "train"
+        # Whoever comes or goes, a round is the parts of one batch, and parts have their numbers.
+        self._shares = len(strategy.workers) if self._in_rounds else 1
         self._divides = False  # its losses, by something else than rows
         self._beforehand: dict[Any, Any] = {}  # what computes by what, by the shapes of a batch
         self._warned = False
@@ -110,19 +111,19 @@ class ServedStep:
             batch = jax.tree.map(np.asarray, batch)
             rows = next((len(x) for x in jax.tree.leaves(batch) if np.ndim(x)), 1)
         sizes = [n for n in split_rows(rows, self._shares, RebatchRule.EVEN) if n]
+        first, self._count = self._count, self._count + len(sizes)
+        every = zip(range(first, self._count), sizes, row_slices(sizes), strict=True)
+        cuts = [cut for cut in every if cut[0] not in self._finished]
         values: list[RemoteValue] = []
-        for n, cut in zip(sizes, row_slices(sizes), strict=True):
-            number, self._count = self._count, self._count + 1
-            if number in self._finished:
-                continue
+        for number, n, cut in cuts:
             noted = None if self._key is None else (self._key, number)
+            about: Any = {"rows": n, "share": n / rows, "noted": noted, "parts": len(cuts)}
             if isinstance(elsewhere, Numbered):
-                at = elsewhere.at(cut)
-                value = self._submit(elsewhere.iterator, n, n / rows, self._next_step, noted, at)
+                about["step"], about["at"] = self._next_step, elsewhere.at(cut)
+                values.append(self._submit(elsewhere.iterator, **about))
             else:
                 part = jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch)
-                value = self._submit(part, n, n / rows, noted=noted, whole=batch)
-            values.append(value)
+                values.append(self._submit(part, **about, whole=batch))
         return values
 
     def _read_there(self, batches: WorkerBatches) -> RemoteValue:
@@ -132,7 +133,7 @@ class ServedStep:
                 "Expected data whose order is known, to predict. Got a DatasetCreator, whose "
                 "batches workers read in no special order. Pass arrays or a dataset."
             )
-        value = self._submit(batches.iterator, None, step=self._next_step)
+        value = self._submit(batches.iterator, step=self._next_step)
         batches.scheduled(value)
         return value
 
@@ -140,15 +141,15 @@ class ServedStep:
         return self._step(next(iterator), divisors)
 
     def _submit(
-        self, batch: Any, rows: int | None, share: float | None = None, step: Any = None,
-        noted: Any = None, at: Any = None, whole: Any = None,
+        self, batch: Any, rows: int | None = None, share: float | None = None, step: Any = None,
+        noted: Any = None, at: Any = None, whole: Any = None, parts: int = 0,
     ) -> RemoteValue:  # fmt: skip
         with self._strategy.scope():
             call = self._call(step or self._step, batch, whole)
         self._tree = next(iter(call.family.plans.values())).parts.out_tree
         value = self._coordinator.submit(
             call, counts=self._kind == "train", rows=rows, most=self._most, batch=noted, at=at,
-            share=share,
+            share=share, parts=parts if self._in_rounds else 0,
         )  # fmt: skip
         if self._kind != "predict":
             value.add_done_callback(self._done)
