@@ -4,7 +4,7 @@ Every Keras metric of the library adds up counts; its state is summed in the ste
 user's metric may keep anything: a running variance, a maximum, the ratio of the last batch, a mean
 of the batches' means. `additive.py` finds out. Where a sum would be wrong, every replica gathers
 the rows that the metric is given and makes the update that one device would make; the state is
-then the same on all replicas.
+then the same on all replicas. Where workers take the batches, this process makes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import keras
 
 from stratagem import _keras, context, variables
-from stratagem.keras_bridge import additive
+from stratagem.keras_bridge import additive, postponed
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.keras_bridge.variables import outside_trace
 from stratagem.step import effects
@@ -66,8 +66,10 @@ def _add_variable(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     frame = replicated_trace()
-    if frame is None or _updating.get():
+    if _updating.get():
         return original(self, *args, **kwargs)
+    if frame is None:
+        return _update_on_worker(original, self, *args, **kwargs)
     with _inside():
         leaves, tree = jax.tree.flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if _is_tensor(leaf)]
@@ -78,6 +80,44 @@ def _update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.unflatten(tree, leaves)
         with synchronized(frame):
             return original(self, *args, **kwargs)
+
+
+def _update_on_worker(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where workers take the batches, what they add to a metric is added up."""
+    frame, later = context.current(), postponed.current()
+    if frame.trace is None or not frame.strategy.served:
+        return original(self, *args, **kwargs)
+    with _inside():
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        where = [i for i, leaf in enumerate(leaves) if _is_tensor(leaf)]
+        of_parts = later is not None and later.parts
+        if _adds(original, self, leaves, where, tree, frame, of_parts):
+            return original(self, *args, **kwargs)
+    if later is None:
+        raise ValueError(
+            f"Expected metrics whose updates add to their state, since workers begin theirs at "
+            f"zero and what they have is added up. Got {self.name!r} ({type(self).__name__}), "
+            "whose update does something else with it. Return what it needs from the scheduled "
+            "function, and update it in the program; or use fit and evaluate, which do."
+        )
+    return later.take(self, tree, leaves, where)
+
+
+def _adds(
+    original: Any, metric: Any, leaves: list[Any], where: list[int], tree: Any, frame: Any,
+    of_parts: bool,
+) -> bool:  # fmt: skip
+    """True when a metric is what batches, or their parts, add to it."""
+    if not where or _adds_by_design(original, metric):
+        return True
+    rows = of_parts and all(leaves[i].shape for i in where)
+    key = (rows, tree, *(
+        (leaf.shape[1:], str(leaf.dtype)) if _is_tensor(leaf) else leaf for leaf in leaves
+    ))  # fmt: skip
+    known = _verdicts.setdefault(metric, {})
+    if key not in known:
+        known[key] = _examine(original, metric, leaves, where, tree, frame, rows=rows)
+    return known[key]
 
 
 @contextlib.contextmanager

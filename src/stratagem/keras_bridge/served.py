@@ -8,6 +8,8 @@ brings the state back into the model: there the closures are waited for.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from stratagem.coordinator.plans import Call, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.data import RebatchRule, split_rows
 from stratagem.data.split import row_slices
-from stratagem.keras_bridge import of_parts
+from stratagem.keras_bridge import of_parts, postponed
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
 from stratagem.keras_bridge.state import state_groups, traced_step
@@ -62,7 +64,8 @@ class ServedStep:
         self._divides = False  # its losses, by something else than rows
         self._beforehand: dict[Any, Any] = {}  # what computes by what, by the shapes of a batch
         self._warned = False
-        self._first: RemoteValue | None = None  # of an epoch
+        self._first: list[RemoteValue] | None = None  # the parts of the first step of an epoch
+        self._batches = postponed.Batches()
         self._last: Any = None
         self._logs: dict[str, Any] = {}
         self._looked = 0.0
@@ -83,7 +86,7 @@ class ServedStep:
         if not values:  # finished before this process began
             return self._logs, state
         if self._first is None:
-            self._first, self._looked = values[0], 0.0
+            self._first, self._looked = values, 0.0
         return self._latest(), state
 
     def account(self, key: str | None, finished: Any) -> None:
@@ -97,8 +100,12 @@ class ServedStep:
 
     def settle(self) -> None:
         """Waits for all that was scheduled; the metrics then hold it."""
-        self._coordinator.join()
-        self._first = None
+        try:
+            self._coordinator.join()
+            self._batches.settle()
+        finally:
+            self._batches.forget()
+            self._first = None
 
     def _schedule(self, batch: Any) -> list[RemoteValue]:
         """One step: a closure, or in synchronous training one for each worker's share of rows."""
@@ -115,9 +122,11 @@ class ServedStep:
         every = zip(range(first, self._count), sizes, row_slices(sizes), strict=True)
         cuts = [cut for cut in every if cut[0] not in self._finished]
         values: list[RemoteValue] = []
-        for number, n, cut in cuts:
+        batch_number = self._batches.begin(len(cuts))
+        for part_number, (number, n, cut) in enumerate(cuts):
             noted = None if self._key is None else (self._key, number)
             about: Any = {"rows": n, "share": n / rows, "noted": noted, "parts": len(cuts)}
+            about["place"] = batch_number, part_number
             if isinstance(elsewhere, Numbered):
                 about["step"], about["at"] = self._next_step, elsewhere.at(cut)
                 values.append(self._submit(elsewhere.iterator, **about))
@@ -133,7 +142,8 @@ class ServedStep:
                 "Expected data whose order is known, to predict. Got a DatasetCreator, whose "
                 "batches workers read in no special order. Pass arrays or a dataset."
             )
-        value = self._submit(batches.iterator, step=self._next_step)
+        place = self._batches.begin(1), 0
+        value = self._submit(batches.iterator, step=self._next_step, place=place)
         batches.scheduled(value)
         return value
 
@@ -143,6 +153,7 @@ class ServedStep:
     def _submit(
         self, batch: Any, rows: int | None = None, share: float | None = None, step: Any = None,
         noted: Any = None, at: Any = None, whole: Any = None, parts: int = 0,
+        place: tuple[int, int] = (0, 0),
     ) -> RemoteValue:  # fmt: skip
         with self._strategy.scope():
             call = self._call(step or self._step, batch, whole)
@@ -152,7 +163,7 @@ class ServedStep:
             share=share, parts=parts if self._in_rounds else 0,
         )  # fmt: skip
         if self._kind != "predict":
-            value.add_done_callback(self._done)
+            value.add_done_callback(functools.partial(self._done, *place, rows or 1))
         return value
 
     def _call(self, step: Any, batch: Any, whole: Any) -> Call:
@@ -175,14 +186,18 @@ class ServedStep:
         return call
 
     def _step(self, batch: Any, divisors: Any) -> Any:
-        """What is traced."""
-        if self._shares == 1:
+        """What is traced; gives the logs, and what updates of metrics here are made of."""
+        if self._kind == "predict":
             return traced_step(self._model, self._kind, self._groups, batch)
-        of = of_parts.Divisors(divisors)
-        with of_parts.traced(of):
+        of, updates = of_parts.Divisors(divisors), postponed.Updates(parts=self._shares > 1)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(postponed.collected(updates))
+            if self._shares > 1:
+                stack.enter_context(of_parts.traced(of))
             result = traced_step(self._model, self._kind, self._groups, batch)
         self._divides = self._divides or bool(of.own)
-        return result
+        self._batches.updates, arrays = updates, updates.given()
+        return result, arrays
 
     def _divisors(self, batch: Any) -> Any:
         """What a whole batch has for each row of what losses are divided by; None if not known."""
@@ -196,23 +211,26 @@ class ServedStep:
         return None if compute is None else tuple(np.asarray(x) for x in compute(batch))
 
     def _own_divisors(self, batch: Any) -> Any:
-        of = of_parts.Divisors()
-        with of_parts.traced(of):
+        of, updates = of_parts.Divisors(), postponed.Updates(parts=True)
+        with of_parts.traced(of), postponed.collected(updates):
             traced_step(self._model, self._kind, self._groups, batch)
         return tuple(of.own)
 
-    def _done(self, value: RemoteValue) -> None:
+    def _done(self, batch: int, part: int, rows: int, value: RemoteValue) -> None:
+        arrays: list[Any] = []
         if not value.cancelled() and value.exception() is None and not value.ended:
-            self._last = value.result()
+            self._last, arrays = value.result()
+        self._batches.came(batch, part, rows, arrays)
 
     def _latest(self) -> dict[str, Any]:
         """The logs of the steps that are done by now: looked at from time to time, and waited for
         at the first step of an epoch alone, since there are none before."""
         now = time.monotonic()
         if now - self._looked >= _LOG_SECONDS:
-            if self._first is not None:
-                self._first.result()
+            for value in self._first or ():
+                value.result()
             self._coordinator.tallies.settle()
+            self._batches.settle()
             logs = self._model.get_metrics_result()
             # A step of the user's own may report something else.
             self._logs = logs if set(logs) == set(self._last or logs) else self._last

@@ -1,9 +1,9 @@
 """A program without calls: what nested functions compute stands at the top level, once.
 
-Branches of an update (`cond` on values that depend on gradients) become selections, so that a
-server can make them element by element. A slice of one row becomes a lookup (`single_rows.py`).
-Equal equations are computed once (value numbering: Cocke, SIGPLAN Notices 5(7), 1970), so that two
-uses of the same row numbers are seen as such.
+Branches of an update (`cond` on values that depend on gradients, or on scalars alone, such as
+counters of steps) become selections, so that a server can make them element by element. A slice of
+one row becomes a lookup (`single_rows.py`). Equal equations are computed once (value numbering:
+Cocke, SIGPLAN Notices 5(7), 1970), so that two uses of the same row numbers are seen as such.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Flattener:
             name = eqn.primitive.name
             if name in _CALLS and _CALLS[name] in eqn.params:
                 outs, late = self.run(eqn.params[_CALLS[name]], values, flags)
-            elif name == "cond" and any(flags) and not eqn.effects:
+            elif name == "cond" and not eqn.effects and (any(flags) or _is_of_scalars(eqn)):
                 outs, late = self._branches(eqn, values, flags)
             else:
                 outs = as_lookup(eqn, values, zeros, self._number) or self._once(eqn, values)
@@ -137,6 +137,10 @@ class _Flattener:
             str(value.dtype) if hasattr(value, "dtype") else type(value),
             getattr(value, "weak_type", None),
         )
+
+
+def _is_of_scalars(eqn: Equation) -> bool:
+    return all(aval_of(v).shape == () for v in [*eqn.invars, *eqn.outvars])
 
 
 def is_arrival(eqn: Equation) -> bool:
