@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -58,6 +59,45 @@ def test_a_row_number_that_is_not_in_the_table(served):
     coordinator.join()
     assert float(sums.numpy()) == 1.0
     np.testing.assert_array_equal(coordinator.schedule(step, (np.array([5]),)).fetch(), [[10, 11]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "read"),
+    [
+        (6, lambda table, i: table[i]),
+        (77, lambda table, i: table[i]),
+        (77, lambda table, i: table[i] * table[i - 77]),
+        (77, lambda table, i: jax.lax.dynamic_index_in_dim(table.value, i)),
+        (-7, lambda table, i: table[i]),
+        (-7, lambda table, i: table[i[None]]),
+        (-7, lambda table, i: keras.ops.take(table, i, axis=0)),
+        (-7, lambda table, i: table[i.astype("int8")[None]]),
+        (-1, stratagem.nn.embedding_lookup),
+    ],
+)
+def test_any_form_of_a_lookup_names_the_wrong_number(served, wrong, read):
+    """One row too; and a number below the first from the end, as it was given."""
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        table = keras.Variable(np.arange(12, dtype=np.float32).reshape(6, 2), name="table")
+    with pytest.raises(ValueError, match=rf"Expected row numbers from 0 to 5.*Got {wrong} "):
+        coordinator.schedule(lambda i: read(table, i), (np.int32(wrong),)).fetch()
+
+
+def test_a_row_number_of_a_table_of_one_row(served):
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        table = keras.Variable([[1.0, 2.0]], name="table")
+
+    def read(i):
+        return table[i]
+
+    for i in (0, -1):
+        assert coordinator.schedule(read, (np.int32(i),)).fetch().tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"Expected row numbers from 0 to 0.*Got 1 "):
+        coordinator.schedule(read, (np.int32(1),)).fetch()
 
 
 def test_workers_are_added_and_removed(served):

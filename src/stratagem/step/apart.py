@@ -272,6 +272,7 @@ class _Division:
             str(aval.dtype),
             tuple(number_of[k.ids] for k in lookups),
             tuple(k.clip for k in lookups),
+            tuple(k.from_end for k in lookups),
             self._servers(index),
             index in worker.by_lookup.tables,
             tuple(bags) if any(bags) else (),

@@ -42,6 +42,7 @@ class Table:
         dtype: name of it.
         lookups: results of the ids program that are row numbers of this table.
         clip: for each lookup, whether numbers outside mean the first or last row.
+        from_end: for each lookup, whether the number of rows has been added to negative numbers.
         servers: of a table without a preset size, on how many servers its ids are; else 0. Its
             lookups are operands of `step.ids.row_number_p`.
         by_lookup: the compute program takes the rows that each lookup got, `[*lookup, *row]`,
@@ -57,6 +58,7 @@ class Table:
     dtype: str
     lookups: tuple[int, ...]
     clip: tuple[bool, ...]
+    from_end: tuple[bool, ...]
     servers: int = 0
     by_lookup: bool = False
     bags: tuple[int, ...] = ()

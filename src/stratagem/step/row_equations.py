@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from stratagem.step.flatten import Equation
+
+_AS_IT_IS = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type")  # it keeps numbers
 
 
 def keeps_rows(eqn: Equation) -> bool:
@@ -58,3 +62,25 @@ def scatter(eqn: Equation, rows: Any, where: Any, updates: Any) -> Any:
         rows, where, updates, eqn.params["dimension_numbers"],
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )  # fmt: skip
+
+
+def counts_from_end(ids: Any, producer: Mapping[Any, Equation]) -> bool:
+    """True for row numbers of which the negative ones had the number of rows added to them.
+
+    That is `select_n(n < 0, n, n + rows)`, as JAX indexes, in another shape or dtype perhaps.
+    """
+    eqn = producer.get(ids)
+    while eqn is not None and eqn.primitive.name in _AS_IT_IS:
+        eqn = producer.get(eqn.invars[0])
+    if eqn is None or eqn.primitive.name != "select_n":
+        return False
+    negative, number, added = eqn.invars
+    test, total = producer.get(negative), producer.get(added)
+    if test is None or total is None:
+        return False
+    return (
+        (test.primitive.name, total.primitive.name) == ("lt", "add")
+        and test.invars[0] is number is total.invars[0]
+        and isinstance(test.invars[1], Literal)
+        and not np.any(test.invars[1].val)
+    )

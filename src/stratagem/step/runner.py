@@ -89,8 +89,8 @@ class Runner:
         if table.servers:
             return self._wanted_ids(index, table, [whole_ids(numbers[k]) for k in table.lookups])
         own = [
-            _valid(numbers[k], table, clip)
-            for k, clip in zip(table.lookups, table.clip, strict=True)
+            _valid(numbers[k], table, clip, from_end)
+            for k, clip, from_end in zip(table.lookups, table.clip, table.from_end, strict=True)
         ]
         flat = np.concatenate([n.reshape(-1) for n in own])
         ids, where = self._distinct[index].of(flat)
@@ -237,7 +237,7 @@ def bucket(count: int) -> int:
     return size
 
 
-def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
+def _valid(ids: np.ndarray, table: Table, clip: bool, from_end: bool) -> np.ndarray:
     if not ids.size:
         return ids
     low, high = int(ids.min()), int(ids.max())
@@ -245,7 +245,7 @@ def _valid(ids: np.ndarray, table: Table, clip: bool) -> np.ndarray:
         return ids
     if clip:
         return np.clip(ids, 0, table.rows - 1)
-    wrong = high if high >= table.rows else low
+    wrong = high if high >= table.rows else low - table.rows * from_end
     raise ValueError(
         f"Expected row numbers from 0 to {table.rows - 1} for {table.name!r}, which has "
         f"{table.rows} rows. Got {wrong} (among {ids.size} looked up). Map unknown ids to a row "

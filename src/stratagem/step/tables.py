@@ -24,6 +24,7 @@ from stratagem.step.lower import perform
 from stratagem.step.owners import Owners
 from stratagem.step.program import read_all, variables_of, write_all
 from stratagem.step.row_equations import (
+    counts_from_end,
     gather,
     gathers_rows,
     keeps_rows,
@@ -39,10 +40,12 @@ class Lookup:
     Attributes:
         ids: variable of the flattened program.
         clip: numbers outside of the table mean its first or last row; else they are an error.
+        from_end: negative numbers counted from the end: the number of rows has been added to them.
     """
 
     ids: Any
     clip: bool
+    from_end: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +189,8 @@ class ByRow:
         if not gathers_rows(eqn) or isinstance(ids, Literal) or ids not in self._free:
             return None
         table = self.table(eqn.invars[0])
-        lookup = Lookup(ids, eqn.params["mode"] == lax.GatherScatterMode.CLIP)
+        clip = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+        lookup = Lookup(ids, clip, counts_from_end(ids, self.flow.producer))
         if lookup not in self.lookups[table]:
             self.lookups[table].append(lookup)
         return True
