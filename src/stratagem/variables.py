@@ -104,6 +104,17 @@ def read_aggregation(variable: Any) -> str:
     return "only_first_replica" if is_replicated_metric(variable) else variable.aggregation
 
 
+def refuse_shards(found: Iterable[Any]) -> None:
+    """Raises TypeError for parts of a variable (`ShardedVariable.variables`) where it is needed."""
+    for part in found:
+        if (whole := getattr(part, "part_of", None)) is not None:
+            raise TypeError(
+                f"Expected variables. Got {part.name!r}, the rows {part.start} to {part.stop - 1} "
+                f"of the variable {whole.path!r}. Pass the variable itself: it has one gradient, "
+                "and an optimizer's servers change the rows that each of them has."
+            )
+
+
 def check_declaration(variable: Any) -> None:
     """Refuses what TF refuses when a variable is created in a strategy's scope.
 

@@ -280,13 +280,24 @@ def test_the_whole_is_that_of_keras():
 def test_inside_a_step_nothing_is_read():
     variable, fake = sharded_keras_variable(ten().held, (2, 2, 1))
     fake.reads.clear()
+    writes = list(fake.writes)
     step = jnp.asarray(ten().held) * 10
     with keras.StatelessScope(state_mapping=[(variable, step)]):
         assert variable[1].tolist() == [30, 40]
         assert variable[::-2].tolist() == [[90, 100], [50, 60], [10, 20]]
         assert variable[np.array([True] + [False] * 4)].tolist() == [[10, 20]]
         assert variable.sparse_read(jnp.array([4, 4])).tolist() == [[90, 100]] * 2
-        assert variable.variables[2].value.tolist() == [[90, 100]]
+        assert variable[jnp.array([0, -1])].tolist() == [[10, 20], [90, 100]]
+        assert variable[[0, 4]].tolist() == [[10, 20], [90, 100]]
+        assert variable.numpy().tolist() == step.tolist()
+        shard = variable.variables[2]
+        assert shard.value.tolist() == shard.numpy().tolist() == [[90, 100]]
+        assert variable.variables[1].sparse_read(jnp.array([1, 0])).tolist() == [[70, 80], [50, 60]]
         with pytest.raises(NotImplementedError, match="scatter methods of 'table' outside of a"):
             variable.scatter_add(IndexedSlices(1.0, [0]))
+        for method in ("assign", "assign_add", "assign_sub"):
+            wanted = f"Expected {method} of the shard 'table/part_2' outside.*variable itself, 'ta"
+            with pytest.raises(NotImplementedError, match=wanted):
+                getattr(shard, method)(np.ones((1, 2)))
     assert fake.reads == []
+    assert fake.writes == writes

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from stratagem import _keras, context
+from stratagem import _keras, context, variables
 from stratagem.keras_bridge.hooks import replicated_trace, wrap
 from stratagem.step import effects, numerics, primitives
 from stratagem.step.trace import synchronized
@@ -64,6 +64,7 @@ def _served() -> contextlib.AbstractContextManager[None]:
 
 
 def _apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    variables.refuse_shards(trainable_variables or ())
     frame = replicated_trace()
     if frame is None:
         grads = _arrived(_named(self, grads, trainable_variables))
@@ -89,6 +90,7 @@ def _stateless_apply(
 
 def _apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     """Loss scaling in a custom loop: Keras' stateful form cannot branch in a traced step."""
+    variables.refuse_shards(trainable_variables or ())
     frame = context.current()
     if frame.trace is None:
         return original(self, grads, trainable_variables)
@@ -106,5 +108,6 @@ def _apply_scaled(original: Any, self: Any, grads: Any, trainable_variables: Any
 
 def _add_slot(original: Any, self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
     """On parameter servers a slot lives beside its variable."""
+    variables.refuse_shards([reference_variable])
     with slot_of(reference_variable):
         return original(self, reference_variable, *args, **kwargs)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import keras
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from stratagem import context
+from stratagem import context, variables
 from stratagem.step import primitives
 from stratagem.step.invariance import contains
 from stratagem.step.program import bind, read_all, write_all
@@ -71,8 +71,10 @@ class GradientTape:
 
         A tensor needs no watching: any tensor used in the tape can be a source.
         """
-        for leaf in jax.tree.leaves(tensor, is_leaf=lambda x: isinstance(x, keras.Variable)):
-            if isinstance(leaf, keras.Variable) and id(leaf) not in self._watched:
+        leaves = jax.tree.leaves(tensor, is_leaf=_is_variable)
+        variables.refuse_shards(leaves)
+        for leaf in leaves:
+            if _is_variable(leaf) and id(leaf) not in self._watched:
                 self._watch_variable(leaf)
 
     def _watch_variable(self, variable: Any) -> None:
@@ -120,6 +122,7 @@ class GradientTape:
         self._calls += 1
         targets = [jnp.asarray(t) for t in jax.tree.leaves(target, is_leaf=_is_variable)]
         leaves, tree = jax.tree.flatten(sources, is_leaf=_is_variable)
+        variables.refuse_shards(leaves)
         values = [self._source(leaf) for leaf in leaves]
         weights = [jnp.asarray(w) for w in jax.tree.leaves(output_gradients)]
         _check_targets(targets, None if output_gradients is None else weights)

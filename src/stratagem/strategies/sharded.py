@@ -29,6 +29,8 @@ _COMBINE: dict[str, Any] = {
 class ShardView:
     """The rows of one shard. Reads and writes go to the server that has them.
 
+    It is no variable to gradients and optimizers: `variables.refuse_shards`.
+
     Args:
         whole: the variable.
         number: of the shard.
@@ -37,43 +39,56 @@ class ShardView:
     """
 
     def __init__(self, whole: ShardedVariable, number: int, start: int, stop: int):
-        self._whole, self.start, self.stop = whole, start, stop
+        self.part_of, self.start, self.stop = whole, start, stop
         self.name = f"{whole.name}/part_{number}"
         self.shape = (stop - start, *whole.shape[1:])
         self.dtype = whole.dtype
 
     def numpy(self) -> np.ndarray:
         """Its value now."""
-        return self._whole.read(self.start, self.stop)
+        return self.part_of._held(self.start, self.stop)
 
     @property
     def value(self) -> jax.Array:
         """Its value now; in a traced step, that of the step."""
-        return jnp.asarray(self._whole[self.start : self.stop])
+        return jnp.asarray(self.part_of[self.start : self.stop])
 
     def assign(self, value: Any) -> ShardView:
         """Sets its rows, `[rows, ...]`."""
-        self._whole.assign_rows(self.start, self._like(value))
+        self._refuse_in_step("assign")
+        self.part_of.assign_rows(self.start, self._like(value))
         return self
 
     def assign_add(self, delta: Any) -> ShardView:
         """Adds `[rows, ...]` on the server."""
+        self._refuse_in_step("assign_add")
         self._scatter("add", delta)
         return self
 
     def assign_sub(self, delta: Any) -> ShardView:
         """Subtracts `[rows, ...]` on the server."""
+        self._refuse_in_step("assign_sub")
         self._scatter("sub", delta)
         return self
 
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """Rows by their numbers in the shard, `[n]` to `[n, ...]`."""
         del name
+        if in_stateless_scope():
+            return jnp.take(self.value, indices, axis=0)
         rows = _indices(indices, self.shape[0], self.name)
-        return self._whole.sparse_read(rows + self.start)
+        return self.part_of.sparse_read(rows + self.start)
 
     def _scatter(self, op: str, delta: Any) -> None:
-        self._whole.scatter(op, np.arange(self.start, self.stop), self._like(delta))
+        self.part_of.scatter(op, np.arange(self.start, self.stop), self._like(delta))
+
+    def _refuse_in_step(self, method: str) -> None:
+        if in_stateless_scope():
+            raise NotImplementedError(
+                f"Expected {method} of the shard {self.name!r} outside of a compiled step. Got it "
+                f"inside. Use {method} of the variable itself, {self.part_of.name!r}, there: "
+                "servers change the rows that each of them has."
+            )
 
     def _like(self, value: Any) -> np.ndarray:
         array = np.asarray(value, dtype_of(self.dtype))
@@ -130,10 +145,18 @@ class ShardedVariable:
 
     def numpy(self) -> np.ndarray:
         """The whole value now."""
-        return self.read(0, self.shape[0])
+        return self._held(0, self.shape[0])
+
+    def _held(self, start: int, stop: int) -> np.ndarray:
+        """Rows now; in a traced step those of the step, which are no NumPy array (an error)."""
+        if in_stateless_scope():
+            return np.asarray(self.value[start:stop])
+        return self.read(start, stop)
 
     def __getitem__(self, index: Any) -> jax.Array:
         """Reads as `array[index]` does: integers, slices, Ellipsis, newaxis, or a boolean mask.
+
+        In a traced step also by what else JAX allows; row numbers in a tensor are a lookup there.
 
         Raises:
             TypeError: the index is a tensor that is no mask; see `sparse_read`.
@@ -141,14 +164,14 @@ class ShardedVariable:
         """
         if isinstance(index, list):
             index = np.asarray(index)
+        if in_stateless_scope():
+            return self.value[index]
         if isinstance(index, (np.ndarray, jax.Array)) and index.dtype == bool and index.ndim:
             return self._masked(index)
         index = index if isinstance(index, tuple) else (index,)
         for part in index:
             if not (part is None or part is Ellipsis or isinstance(part, slice)):
                 _check_integer(part)
-        if in_stateless_scope():
-            return self.value[index]
         first, rest = (index[0], index[1:]) if index else (Ellipsis, ())
         if first is None:
             return self[rest][None]
@@ -253,8 +276,6 @@ class ShardedVariable:
         return self
 
     def _masked(self, mask: Any) -> jax.Array:
-        if in_stateless_scope():
-            return self.value[mask]
         mask = np.asarray(mask)
         if mask.shape != tuple(self.shape[: mask.ndim]):
             raise IndexError(
