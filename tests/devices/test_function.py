@@ -107,6 +107,38 @@ def test_on_read_variables_read_as_their_aggregate(two):
     assert float(step()) == 2.0
 
 
+def summed_in_cross_replica_context():
+    context = stratagem.get_replica_context()
+    return context.merge_call(lambda strategy, v: strategy.reduce("SUM", v, None), (jnp.ones(2),))
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu:0"]])
+def test_one_replica_gives_plain_tensors_inside_a_program_too(devices):
+    one = stratagem.get_strategy() if devices is None else stratagem.MirroredStrategy(devices)
+
+    def use():
+        result = one.run(lambda: {"x": jnp.arange(2), "why": "none"})
+        again = one.run(lambda x: x + 1, (result["x"],))
+        (local,) = one.experimental_local_results(result)
+        assert local["why"] == "none"
+        assert result["x"].shape == (2,)
+        mean = one.reduce("MEAN", result["x"], axis=0)
+        merged = one.run(summed_in_cross_replica_context)
+        return (
+            local["x"] + 1,
+            again,
+            one.reduce("SUM", again, None),
+            one.gather(again, 0),
+            mean,
+            merged,
+        )
+
+    found, expected = stratagem.function(use)(), use()
+    for a, b in zip(found, expected, strict=True):
+        assert (a.dtype, a.tolist()) == (b.dtype, b.tolist())
+    assert found[0].tolist() == [1, 2]
+
+
 def test_captured_per_replica_values_are_refused(two):
     captured = stratagem.PerReplica([np.float32(1), np.float32(2)])
     step = stratagem.function(lambda: two.run(lambda x: x, (captured,)))

@@ -294,3 +294,18 @@ def test_workers_keep_the_programs_that_are_used(served, monkeypatch):
 
 def test_a_worker_keeps_more_programs_than_it_has_closures_in_hand():
     assert worker._KEPT > Terms().short_depth
+
+
+def test_run_in_a_scheduled_function_gives_plain_tensors(served):
+    """As in TensorFlow with one replica: they work with arithmetic, and are their local result."""
+    strategy = served(1, 1)
+
+    def step(x):
+        doubled = strategy.run(lambda v: 2 * v, (x,))
+        (local,) = strategy.experimental_local_results(doubled)
+        return doubled + 1, local, doubled.shape, strategy.reduce("SUM", doubled, axis=None)
+
+    more, local, shape, total = ClusterCoordinator(strategy).schedule(step, (np.ones(2),)).fetch()
+    assert more.tolist() == [3, 3]
+    assert local.tolist() == total.tolist() == [2, 2]
+    assert shape == (2,)

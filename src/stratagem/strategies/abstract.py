@@ -151,6 +151,8 @@ class Strategy(Layout, Extended):
         inner = context.Frame(self, self._run.replica, frame.trace)
         with context.entered(inner):
             result = fn(*args, **kwargs)
+        if self.num_replicas_in_sync == 1:
+            return result
         return map_leaves(lambda x: LocalValue(x) if isinstance(x, jax.Array) else x, result)
 
     def lower(
