@@ -199,6 +199,8 @@ def _rows(table: Any, ids: Any) -> jax.Array:
                 f"Expected a table that a compiled step can read. Got {table!r} and ids of a "
                 "step. Pass the Keras variable."
             )
+    if not np.size(ids):  # of no ids `at` makes a constant, which has no gradient
+        return jnp.take(jnp.asarray(table), ids, axis=0)
     return jnp.asarray(table).at[ids].get(mode="fill", wrap_negative_indices=False)
 
 

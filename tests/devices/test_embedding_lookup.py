@@ -272,6 +272,23 @@ def test_gradients_reach_the_rows_of_variables_and_shards():
     assert joined.tolist() == [[1, 1], [0, 0], [0, 0], [2, 2], [2, 2]]
 
 
+@pytest.mark.parametrize("lookup", [nn.embedding_lookup, nn.embedding_lookup_sparse])
+def test_no_ids_are_looked_up_and_have_a_gradient_of_zeros(lookup):
+    table = keras.Variable(TABLE)
+
+    @stratagem.function
+    def step(ids):
+        with stratagem.GradientTape() as tape:
+            rows = lookup(table, ids)
+            loss = jnp.sum(rows)
+        return rows, tape.gradient(loss, table)
+
+    rows, grad = step(np.zeros((0, 3), np.int32))
+    assert rows.shape == ((0, 3, 2) if lookup is nn.embedding_lookup else (0, 2))
+    assert grad.shape == (5, 2)
+    assert not grad.any()
+
+
 def test_a_layer_that_pools_trains():
     class Bag(keras.layers.Layer):
         def build(self, shape):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
+import stratagem
 from stratagem import DynamicTable
+from stratagem.coordinator import ClusterCoordinator
 from stratagem.step import by_lookup
 
 ROWS, COLUMNS, DIM = 24, 4, 3
@@ -175,3 +178,30 @@ def test_a_server_that_was_lost_gets_its_rows_back(served, tmp_path, monkeypatch
     np.testing.assert_array_equal(np.sort(found), np.sort(ids))
     np.testing.assert_array_equal(again[np.argsort(found)], rows[np.argsort(ids)])
     model.fit(x, y, **KEPT)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DynamicTable(DIM), lambda: keras.layers.Embedding(9, DIM)]
+)
+def test_batches_without_rows(served, make):
+    """First and later: a program that takes rows of a table is compiled for one at least."""
+    strategy = served(1, 2)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        table, optimizer = make(), keras.optimizers.SGD(1.0)
+        table.build((None, COLUMNS))
+
+    def step(ids):
+        with stratagem.GradientTape() as tape:
+            rows = table(ids)
+            loss = jnp.sum(rows)
+        weights = table.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return rows
+
+    start = coordinator.schedule(lambda ids: table(ids), (np.array([[3]]),)).fetch()
+    for shape in ((0, COLUMNS), (0, COLUMNS), (2, COLUMNS), (0, COLUMNS), (2, 0)):
+        ids = np.full(shape, 3, np.int32)
+        assert coordinator.schedule(step, (ids,)).fetch().shape == (*shape, DIM)
+    after = coordinator.schedule(lambda ids: table(ids), (np.array([[3]]),)).fetch()
+    np.testing.assert_allclose(after, start - 2 * COLUMNS, rtol=1e-6)

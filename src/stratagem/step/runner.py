@@ -115,8 +115,8 @@ class Runner:
         positions = tuple(w.reshape(n.shape) for w, n in zip(parts, own, strict=True))
         if self.parts.tables[index].by_lookup:
             return Wanted(ids, positions, len(ids))
-        # Few shapes are compiled: what was once needed is kept.
-        self._padded[index] = max(self._padded[index], rows)
+        # Few shapes are compiled, none of them without rows: what was once needed is kept.
+        self._padded[index] = max(self._padded[index], rows, 1)
         return Wanted(ids, positions, self._padded[index])
 
     def compute(
