@@ -223,6 +223,33 @@ def cut(value: Any, shape: tuple[int, ...]) -> Any:
     return value if value.shape == shape else value[tuple(slice(0, n) for n in shape)]
 
 
+def as_array(leaf: Any) -> np.ndarray:
+    """A leaf as the array that a program takes: JAX computes with 32 bits unless told otherwise.
+
+    Raises:
+        ValueError: integers that those do not hold.
+    """
+    array = np.asarray(leaf)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if dtype.kind in "iu":
+        check_integers(array, dtype)
+    return np.asarray(array, dtype)
+
+
+def check_integers(array: np.ndarray, dtype: Any) -> None:
+    """Raises ValueError for integers that a dtype of integers does not hold."""
+    if array.dtype.kind not in "iu" or np.can_cast(array.dtype, dtype) or not array.size:
+        return
+    low, high = array.min(), array.max()
+    bounds = np.iinfo(dtype)
+    if low < bounds.min or high > bounds.max:
+        raise ValueError(
+            f"Expected integers that {dtype} holds, since JAX computes with 32 bits. Got "
+            f"{array.dtype} from {low} to {high}. Pass 64-bit ids as DynamicTable.halves(ids) "
+            "to a DynamicTable, or hash them to a smaller range."
+        )
+
+
 def is_distributed(value: Any) -> bool:
     """True for PerReplica and Mirrored: the leaves that `run` takes apart."""
     return isinstance(value, DistributedValues)

@@ -296,6 +296,31 @@ def test_a_worker_keeps_more_programs_than_it_has_closures_in_hand():
     assert worker._KEPT > Terms().short_depth
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+def test_integers_that_do_not_fit_are_refused(served):
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    wide, refusal = np.array([2**40]), "Expected integers that int32 holds"
+    with strategy.scope():
+        for dtype in ("int64", "int32"):
+            with pytest.raises(ValueError, match=refusal):
+                keras.Variable(wide, dtype=dtype, trainable=False)
+        number = keras.Variable(np.array([1]), dtype="int64", trainable=False)
+    for write in (number.assign, number.assign_add, number.assign_sub):
+        with pytest.raises(ValueError, match=refusal):
+            write(wide)
+        with pytest.raises(ValueError, match=refusal):
+            coordinator.schedule(lambda write=write: write(wide))
+    with pytest.raises(ValueError, match=refusal):
+        coordinator.schedule(lambda: wide)
+    assert number.numpy().tolist() == [1]
+    # Each addition fits, their sum does not: the server has it, a step could not.
+    for _ in range(2):
+        number.assign_add(np.array([2**31 - 1]))
+    with pytest.raises(ValueError, match=refusal):
+        number.numpy()
+
+
 def test_run_in_a_scheduled_function_gives_plain_tensors(served):
     """As in TensorFlow with one replica: they work with arithmetic, and are their local result."""
     strategy = served(1, 1)

@@ -17,6 +17,7 @@ from stratagem import context
 from stratagem.data import InputContext
 from stratagem.data.numbered import NumberedBatches
 from stratagem.step import primitives
+from stratagem.values import as_array
 
 _reading: contextvars.ContextVar[Reading | None] = contextvars.ContextVar(
     "stratagem_elements", default=None
@@ -287,22 +288,6 @@ class Ended(Exception):
     def __init__(self, iterator: int):
         super().__init__(iterator)
         self.iterator = iterator
-
-
-def as_array(leaf: Any) -> np.ndarray:
-    """A leaf as the array that a program takes: JAX computes with 32 bits unless told otherwise."""
-    array = np.asarray(leaf)
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
-    if dtype != array.dtype and dtype.kind in "iu" and array.size:
-        low, high = array.min(), array.max()
-        bounds = np.iinfo(dtype)
-        if low < bounds.min or high > bounds.max:
-            raise ValueError(
-                f"Expected integers that {dtype} holds, since JAX computes with 32 bits. Got "
-                f"{array.dtype} from {low} to {high}. Pass 64-bit ids as DynamicTable.halves(ids) "
-                "to a DynamicTable, or hash them to a smaller range."
-            )
-    return np.asarray(array, dtype)
 
 
 def _dataset(make: Any) -> Any:

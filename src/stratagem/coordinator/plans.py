@@ -18,7 +18,6 @@ from stratagem.coordinator.per_worker import (
     PerWorkerIterator,
     PerWorkerValues,
     Reading,
-    as_array,
     read_by,
     variant_key,
 )
@@ -30,6 +29,7 @@ from stratagem.step.same import identity
 from stratagem.step.trace import Facts, Program, RowClass, trace
 from stratagem.strategies.parameter_server import ASYNCHRONOUS, HYBRID, SYNCHRONOUS
 from stratagem.strategies.remote import is_remote
+from stratagem.values import as_array
 
 _log = logging.getLogger("stratagem")
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from stratagem import _keras, context, variables
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.step import effects, primitives
 from stratagem.strategies.remote import is_remote
+from stratagem.values import check_integers
 from stratagem.variables import VariableAggregation, VariableSynchronization
 
 
@@ -19,6 +21,7 @@ def install() -> None:
     """Attaches the bridge to Keras' variable class and to Layer.add_weight."""
     cls = _keras.JaxVariable
     wrap(cls, "__init__", _create)
+    wrap(cls, "_convert_to_tensor", _convert_to_tensor)
     wrap(cls, "_direct_assign", _direct_assign)
     wrap(cls, "_deferred_initialize", _deferred_initialize)
     wrap(cls, "_initialize_with_initializer", _initialize_with_initializer)
@@ -91,6 +94,20 @@ def _read(original: Any, self: Any) -> Any:
     return original(self)
 
 
+def _convert_to_tensor(original: Any, self: Any, value: Any, dtype: Any = None) -> Any:
+    """Of initial and assigned values."""
+    _refuse_wide(value, dtype)
+    return original(self, value, dtype)
+
+
+def _refuse_wide(value: Any, dtype: Any) -> None:
+    """Raises ValueError for integers that a variable of this dtype (None: its own) cannot hold."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        kept = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
+        if kept.kind in "iu":
+            check_integers(np.asarray(value), kept)
+
+
 def _direct_assign(original: Any, self: Any, value: Any) -> None:
     where = variables.home(self)
     if where is not None and not variables.is_on_read(self):
@@ -134,6 +151,7 @@ def _assign_sub(original: Any, self: Any, value: Any) -> Any:
 
 
 def _add(original: Any, self: Any, value: Any, sign: int) -> Any:
+    _refuse_wide(value, self._dtype)
     frame = context.current()
     if frame.trace is None and not _keras.in_stateless_scope() and is_remote(self):
         self.add_to_value(sign * self._convert_to_tensor(value, dtype=self._dtype))

@@ -15,7 +15,7 @@ from stratagem.step import numerics
 from stratagem.step.arguments import Argument
 from stratagem.step.lower import describe_inputs
 from stratagem.step.trace import NO_ROWS, Program
-from stratagem.values import IndexedSlices, PerReplica, cut, is_whole, padded
+from stratagem.values import IndexedSlices, PerReplica, as_array, cut, is_whole, padded
 
 
 class Compiled:
@@ -98,14 +98,14 @@ class Compiled:
 
     def _stack(self, value: PerReplica, argument: Argument) -> Any:
         if self._one:
-            return value.values[0]
+            return self._strategy.place(value.values[0])
         if (whole := value.stacked) is not None:
             return whole
         if jnp.issubdtype(argument.dtype, jax.dtypes.prng_key):
             keys = np.stack([np.asarray(jax.random.key_data(key)) for key in value.values])
             impl = jax.random.key_impl(value.values[0])
             return jax.random.wrap_key_data(self._strategy.place_local(keys), impl=impl)
-        parts = [np.asarray(part) for part in value.values]
+        parts = [as_array(part) for part in value.values]
         return self._strategy.place_local(padded(parts, argument.padded, argument.dtype))
 
     def lower(self) -> jax.stages.Lowered:

@@ -24,7 +24,7 @@ from stratagem import context, variables
 from stratagem._jax import current_trace
 from stratagem.errors import ReplicaBranchError
 from stratagem.step import effects, primitives
-from stratagem.values import DistributedValues, PerReplica
+from stratagem.values import DistributedValues, PerReplica, as_array
 
 _ATTEMPTS = 8
 NO_ROWS = -1  # class of a replica that has no rows and takes part in the collectives alone
@@ -312,7 +312,7 @@ def _classify(leaves: list[Any], frame: context.Frame) -> tuple[list[tuple[str, 
             dynamic.append(leaf.local)
         elif isinstance(leaf, jax.Array) or hasattr(leaf, "__array_interface__"):
             described.append(("shared" if frame.replica is None else "local", None))
-            dynamic.append(jnp.asarray(leaf))
+            dynamic.append(leaf if isinstance(leaf, jax.Array) else jnp.asarray(as_array(leaf)))
         else:
             described.append(("static", leaf))
     return described, dynamic

@@ -15,6 +15,7 @@ from stratagem.data import InputContext, ValueContext
 from stratagem.step.execute import Executor
 from stratagem.step.replica import ReplicaContext
 from stratagem.strategies.abstract import Strategy
+from stratagem.strategies.layout import canonical
 from stratagem.strategies.reductions import reduce_leaf
 from stratagem.values import ReduceOp, map_leaves
 
@@ -45,11 +46,11 @@ class DefaultStrategy(Strategy):
 
     def place(self, value: Any) -> jax.Array:
         """Wherever JAX puts it."""
-        return jnp.asarray(value)
+        return jnp.asarray(canonical(value))
 
     def place_stacked(self, stacked: Any) -> jax.Array:
         """Wherever JAX puts it."""
-        return jnp.asarray(stacked)
+        return jnp.asarray(canonical(stacked))
 
     @property
     def num_replicas_in_sync(self) -> int:

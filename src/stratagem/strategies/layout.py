@@ -13,7 +13,7 @@ from stratagem import config
 from stratagem.collectives import CrossDeviceOps
 from stratagem.data.placement import local_replicas
 from stratagem.step.primitives import AXIS
-from stratagem.values import PerReplica, unstack
+from stratagem.values import PerReplica, as_array, unstack
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Layout:
         # Asked for every variable in every step of `fit`; device_put takes longer to find it out.
         if isinstance(value, jax.Array) and value.committed and value.sharding == self.home:
             return value
-        value = self.local_view(_canonical(value))
+        value = self.local_view(canonical(value))
         if not self.spans:
             return jax.device_put(value, self.home)
         # All processes have it: they need not be asked, which `jax.device_put` would.
@@ -76,7 +76,7 @@ class Layout:
             return self.place_local(np.stack(unstack(stacked)))  # of processes before
         if self.spans:
             return self.place_local(np.asarray(stacked)[self.local_replicas.start :])
-        return jax.device_put(_canonical(stacked), self._split)
+        return jax.device_put(canonical(stacked), self._split)
 
     def place_components(self, variable: Any, held: jax.Array) -> jax.Array:
         """The components of an on-read variable on the replicas that there are now."""
@@ -89,7 +89,7 @@ class Layout:
         Args:
             rows: `[local replicas, ...]` or more; those that follow are other processes'.
         """
-        rows = _canonical(rows)
+        rows = canonical(rows)
         if not self.spans:
             return jax.device_put(rows, self._split)
         parts = [jax.device_put(rows[i][None], d) for i, d in enumerate(self._local_devices)]
@@ -155,9 +155,6 @@ class Layout:
         return None
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
     """Python and NumPy values in the dtype that JAX keeps without x64."""
-    if isinstance(value, jax.Array):
-        return value
-    array = np.asarray(value)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    return value if isinstance(value, jax.Array) else as_array(value)

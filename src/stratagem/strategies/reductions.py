@@ -17,7 +17,7 @@ from stratagem.errors import UnevenShapesError
 from stratagem.step.primitives import divide
 from stratagem.step.replica import all_gather, all_reduce
 from stratagem.step.trace import LocalValue
-from stratagem.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, check_count
+from stratagem.values import IndexedSlices, Mirrored, PerReplica, ReduceOp, as_array, check_count
 from stratagem.variables import has_components
 
 Axis = int | Sequence[int] | None
@@ -117,8 +117,7 @@ def _reduce_list(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:
 
 def dense(part: Any) -> np.ndarray:
     """A part on the host, in the dtype that JAX keeps; IndexedSlices as the tensor they are of."""
-    array = np.asarray(part.to_dense() if isinstance(part, IndexedSlices) else part)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    return as_array(part.to_dense() if isinstance(part, IndexedSlices) else part)
 
 
 def _dense_slices(slices: IndexedSlices) -> Any:

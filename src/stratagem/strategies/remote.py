@@ -21,6 +21,7 @@ from stratagem.parameter_server.plan import Spec
 from stratagem.parameter_server.policy import Policy
 from stratagem.parameter_server.tables import in_order
 from stratagem.strategies.sharded import ShardedVariable
+from stratagem.values import as_array
 
 WHOLE_BYTES = 4 << 20  # initial values up to this size are drawn as Keras draws them
 
@@ -104,7 +105,7 @@ def _remote_class(base: Any) -> Any:
 
         @property
         def _value(self) -> Any:
-            return jnp.asarray(self.read(0, _rows(self)))
+            return jnp.asarray(as_array(self.read(0, _rows(self))))
 
         @_value.setter
         def _value(self, value: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from stratagem._keras import in_stateless_scope
 from stratagem.parameter_server.dtypes import dtype_of
-from stratagem.values import IndexedSlices
+from stratagem.values import IndexedSlices, check_integers
 
 # How scattered rows with the same index become one; of "set" the last one stays.
 _COMBINE: dict[str, Any] = {
@@ -91,7 +91,7 @@ class ShardView:
             )
 
     def _like(self, value: Any) -> np.ndarray:
-        array = np.asarray(value, dtype_of(self.dtype))
+        array = _as_held(value, self.dtype)
         if array.shape != self.shape:
             raise ValueError(
                 f"Expected a value of shape {self.shape} for {self.name!r}. Got {array.shape}. "
@@ -261,7 +261,7 @@ class ShardedVariable:
                 "inside. Use variable.assign(variable.value.at[indices].add(values)) there."
             )
         rows = _indices(delta.indices, self.shape[0], self.name)
-        updates = np.asarray(delta.values, dtype_of(self.dtype))
+        updates = _as_held(delta.values, self.dtype)
         wanted = (len(rows), *self.shape[1:])
         if updates.shape not in (wanted, ()):
             raise ValueError(
@@ -314,6 +314,14 @@ class ShardedVariable:
                 f"first ones one more. Got shards of {found} rows. Use indices of the shards in "
                 "`variables`."
             )
+
+
+def _as_held(value: Any, dtype: str) -> np.ndarray:
+    """A value in a variable's dtype; integers that a step would not read are refused."""
+    array, held = np.asarray(value), np.dtype(dtype_of(dtype))
+    if held.kind in "iu":
+        check_integers(array, jax.dtypes.canonicalize_dtype(held))
+    return array.astype(held, copy=False)
 
 
 def _combined(op: str, rows: np.ndarray, updates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
