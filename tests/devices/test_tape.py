@@ -326,6 +326,75 @@ def test_custom_gradients_are_used(strategy, v):
     assert run(strategy, fn) == 1.0
 
 
+def test_watched_variables(strategy, v, w):
+    with strategy.scope():
+        still = keras.Variable(1.0, trainable=False)
+        other = keras.Variable(1.0)
+
+    def names(tape):
+        return [("v", "w", "still", "other")[[id(x) for x in (v, w, still, other)].index(id(y))]
+                for y in tape.watched_variables()]  # fmt: skip
+
+    def fn():
+        before = other + 1
+        with GradientTape() as tape, GradientTape(watch_accessed_variables=False) as told:
+            y = v * still * v
+            inside = names(tape)
+            y = y * w
+            told.watch([still, still])
+        grads = tape.gradient(y, tape.watched_variables())
+        return inside, names(tape), names(told), grads, before + other
+
+    inside, found, told, grads, _ = run(strategy, fn)
+    assert (inside, found, told) == (["v"], ["v", "w"], ["still"])
+    assert grads == (12.0, 9.0)
+    assert not GradientTape().watched_variables()
+
+
+def test_reset(strategy, v, w):
+    def fn():
+        with GradientTape(persistent=True) as tape:
+            before = v * w
+            tape.reset()
+            assert not tape.watched_variables()
+            y = v * v
+        assert [id(x) for x in tape.watched_variables()] == [id(v)]
+        return tape.gradient(y, [v, w]), tape.gradient(before, [v])
+
+    assert run(strategy, fn) == ([6.0, None], [None])
+
+
+def test_reset_outside_of_the_block(strategy, v):
+    def fn():
+        with GradientTape() as tape:
+            y = v * v
+        tape.reset()
+        return tape.gradient(y, v)
+
+    with pytest.raises(RuntimeError, match="Expected tape.reset in the `with` block.*Make a new"):
+        strategy.run(fn)
+    with pytest.raises(RuntimeError, match=r"Expected tape.reset in the `with` block"):
+        GradientTape().reset()
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda t, y, x: t.jacobian(y, x), r"Got tape.jacobian.*Use jax.jacobian\(fn\)"),
+        (lambda t, y, x: t.batch_jacobian(y, x), r"Got tape.batch_jacobian.*Use jax.vmap\(jax.jac"),
+        (lambda t, y, x: t.stop_recording(), r"Got tape.stop_recording.*jax.lax.stop_gradient"),
+    ],
+)
+def test_what_a_tape_cannot_says_what_can(strategy, v, call, instead):
+    def fn():
+        with GradientTape() as tape:
+            y = v * v
+            call(tape, y, v)
+
+    with pytest.raises(NotImplementedError, match=instead):
+        strategy.run(fn)
+
+
 def test_value_and_grad(strategy, v, w):
     def loss(x):
         return v * v * x, {"w": w * 1.0}

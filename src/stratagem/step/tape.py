@@ -10,7 +10,7 @@ Griewank and Walther, Evaluating Derivatives, 2008, section 3.2.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ class GradientTape:
         self._key = -1
         self._calls = 0
         self._watched: dict[int, Any] = {}
+        self._told: list[Any] = []
+        self._reads = slice(0, 0)  # those of the step that are made in the tape
 
     def __enter__(self) -> GradientTape:
         trace = context.current().trace
@@ -54,6 +56,7 @@ class GradientTape:
                 "@stratagem.function, or use stratagem.value_and_grad(fn, variables)."
             )
         self._trace = trace
+        self._reads = slice(len(trace.scope.reads), None)
         self._key = trace.tapes
         trace.tapes += 1
         self._start = primitives.tape_start_p.bind(key=self._key)
@@ -64,7 +67,26 @@ class GradientTape:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        return None
+        self._reads = slice(self._reads.start, len(self._trace.scope.reads))
+
+    def reset(self) -> None:
+        """Forgets what was recorded and watched, as if the `with` block began here."""
+        if self._trace is None or self._reads.stop is not None:
+            raise RuntimeError(
+                "Expected tape.reset in the `with` block of the tape. Got it outside. Make a new "
+                "GradientTape there."
+            )
+        self._watched.clear()
+        self._told.clear()
+        self.__enter__()
+
+    def watched_variables(self) -> tuple[Any, ...]:
+        """The variables that `watch` was told of, and trainable ones that were read in the tape."""
+        found = {id(v): v for v in self._told}
+        if self._watch_accessed and self._trace is not None:
+            read = self._trace.scope.reads[self._reads]
+            found.update((id(v), v) for v in read if v.trainable)
+        return tuple(found.values())
 
     def watch(self, tensor: Any) -> None:
         """Records a variable that is not trainable, or that was not watched on entry.
@@ -74,7 +96,10 @@ class GradientTape:
         leaves = jax.tree.leaves(tensor, is_leaf=_is_variable)
         variables.refuse_shards(leaves)
         for leaf in leaves:
-            if _is_variable(leaf) and id(leaf) not in self._watched:
+            if not _is_variable(leaf):
+                continue
+            self._told.append(leaf)
+            if id(leaf) not in self._watched:
                 self._watch_variable(leaf)
 
     def _watch_variable(self, variable: Any) -> None:
@@ -142,6 +167,24 @@ class GradientTape:
             grads = [None if trace.is_unconnected(call, i) else g for i, g in enumerate(grads)]
         return jax.tree.unflatten(tree, grads)
 
+    def jacobian(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: see the error."""
+        raise NotImplementedError(_not_available("jacobian", "jax.jacobian(fn)(variable.value)"))
+
+    def batch_jacobian(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: see the error."""
+        raise NotImplementedError(
+            _not_available("batch_jacobian", "jax.vmap(jax.jacobian(fn))(batch)")
+        )
+
+    def stop_recording(self) -> NoReturn:
+        """Not available: see the error."""
+        raise NotImplementedError(
+            "Expected a tape that records all of its `with` block. Got tape.stop_recording. "
+            "Compute what shall not be recorded before or after the block, or pass it through "
+            "jax.lax.stop_gradient."
+        )
+
     def _source(self, leaf: Any) -> Any:
         if not _is_variable(leaf):
             return jnp.asarray(leaf)
@@ -173,6 +216,13 @@ def value_and_grad(
         return result, tape.gradient(loss, list(variables))
 
     return wrapped
+
+
+def _not_available(method: str, instead: str) -> str:
+    return (
+        f"Expected tape.gradient, the derivative of a sum. Got tape.{method}, which has one for "
+        f"each element. Use {instead}, with the computation as a function fn of tensors."
+    )
 
 
 def _check_targets(targets: Sequence[jax.Array], weights: Sequence[jax.Array] | None) -> None:

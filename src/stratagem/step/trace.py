@@ -122,6 +122,7 @@ class ProgramScope(keras.StatelessScope):
         self.trace = trace
         trace.scope = self
         self.written: dict[int, Any] = {}
+        self.reads: list[Any] = []  # variables, each time that one is read
         self._level = current_trace()
 
     def add_update(self, update: Any) -> None:
@@ -139,6 +140,7 @@ class ProgramScope(keras.StatelessScope):
         self.written[id(variable)] = variable
 
     def get_current_value(self, variable: Any) -> Any:
+        self.reads.append(variable)
         value = self.local_value(variable)
         if context.current().replica is None and variables.is_on_read(variable):
             return effects.aggregate_read(variable, value, context.current())
