@@ -34,6 +34,8 @@ from keras.src.backend.jax.trainer import JAXEpochIterator as JAXEpochIterator
 # `make_test_function`, `make_predict_function`, `_make_function`, and the step methods
 # `train_step(state, data)`, `test_step(state, data)`, `predict_step(state, data)`. For backups:
 # `jax_state_sync()` and `_initial_epoch`, which `fit` reads after the callbacks' `on_train_begin`.
+# With parameter servers: `_get_metrics_result_or_logs(logs)`, which `fit` calls with what the train
+# function gave last, when an epoch's training is through, and `evaluate` with what its own did.
 from keras.src.backend.jax.trainer import JAXTrainer as JAXTrainer
 
 # The layer whose batch statistics `synchronized=True` makes global. Needed: `__init__`,

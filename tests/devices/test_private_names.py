@@ -33,6 +33,7 @@ SIGNATURES = {
     (_keras.JAXTrainer, "make_train_function"): ["self", "force"],
     (_keras.JAXTrainer, "make_test_function"): ["self", "force"],
     (_keras.JAXTrainer, "make_predict_function"): ["self", "force"],
+    (_keras.JAXTrainer, "_get_metrics_result_or_logs"): ["self", "logs"],
     (_keras.JAXTrainer, "_make_function"): ["self", "step_function", "concatenate_outputs"],
     (_keras.JaxVariable, "assign"): ["self", "value"],
     (_keras.JaxVariable, "assign_add"): ["self", "value"],

@@ -28,6 +28,8 @@ def test_a_journal_gives_back_what_was_written(tmp_path):
     journal.lost(7)
     journal.snapshot(3)
     journal.mark(epoch=0, step=12)
+    journal.logs("epoch 0", {"loss": 1.0})
+    journal.logs("epoch 0", {"loss": 1.0, "val_loss": 2.0})
     journal.close()
     found = resume(path)
     assert found.job == "job 1"
@@ -35,8 +37,11 @@ def test_a_journal_gives_back_what_was_written(tmp_path):
     assert list(found.data["epoch 0"].done) == [0, 2]
     assert found.data["epoch 0"].open == {1: 1}
     assert (found.lost_pushes, found.snapshot, found.mark) == (7, 3, {"epoch": 0, "step": 12})
+    assert found.logs == {"epoch 0": {"loss": 1.0, "val_loss": 2.0}}
     with Journal(path) as again:
         assert again.progress == found
+        again._rewrite()
+        assert resume(path) == found
         again.released("epoch 0")
     assert resume(path).data == {}
 

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -133,6 +133,10 @@ class Journal:
     def mark(self, **where: Any) -> None:
         """Where the program is, such as its epoch and step: plain values that JSON can hold."""
         self._append(True, "mark", where)
+
+    def logs(self, key: str, logs: Mapping[str, Any]) -> None:
+        """What an epoch has reported so far: plain values that JSON can hold."""
+        self._append(True, "logs", key, dict(logs))
 
     def sync(self) -> None:
         """Force all that was written to the disk."""
@@ -294,6 +298,9 @@ def _apply(progress: Progress, record: Any) -> None:
         progress.since, progress.asked = values[1:] or (progress.asked, progress.asked)
     elif kind == "mark":
         progress.mark = dict(values[0])
+    elif kind == "logs":
+        key, logs = values
+        progress.logs[key] = logs
     elif kind == _FORMAT:
         progress.job = values[0]
 
@@ -309,6 +316,8 @@ def _records(progress: Progress) -> Iterator[tuple[Any, ...]]:
     yield "lost", progress.lost_pushes
     yield "snapshot", progress.snapshot, progress.since, progress.asked
     yield "mark", progress.mark
+    for key, logs in progress.logs.items():
+        yield "logs", key, logs
     for key, data in progress.data.items():
         yield _whole(key, data)
 

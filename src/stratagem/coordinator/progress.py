@@ -34,6 +34,7 @@ class Progress:
         since: how many pushes were finished since that snapshot was asked for; at most.
         asked: likewise, since a snapshot was asked for last, which need not be written yet.
         mark: what the program said last of where it is, such as its epoch and step.
+        logs: what epochs have reported, by the names of their datasets.
     """
 
     job: str = ""
@@ -44,3 +45,4 @@ class Progress:
     since: int = 0
     asked: int = 0
     mark: dict[str, Any] = field(default_factory=dict)
+    logs: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ class Record:
         """Where the program is."""
         with self._lock:
             self._journal.mark(**where)
+
+    def logs(self, key: str, logs: Mapping[str, Any]) -> None:
+        """What an epoch has reported so far."""
+        with self._lock:
+            self._journal.logs(key, logs)
+
+    def logs_of(self, key: str) -> dict[str, Any] | None:
+        """What an epoch had reported before this process began, if it had."""
+        return None if self.resumed is None else self.resumed.logs.get(key)
 
     @property
     def at(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -35,11 +35,14 @@ _log = logging.getLogger("stratagem")
 
 _AHEAD = 4  # batches that wait for each worker
 
+Through: TypeAlias = Callable[[dict[str, Any], bool], dict[str, Any]]
+
 
 def install() -> None:
     """Attaches the bridge to how Keras' JAX trainer keeps state while it trains."""
     wrap(_keras.JAXTrainer, "_get_jax_state", _get_jax_state)
     wrap(_keras.JAXTrainer, "jax_state_sync", _jax_state_sync)
+    wrap(_keras.JAXTrainer, "_get_metrics_result_or_logs", _result_or_logs)
 
 
 class ServedStep:
@@ -49,6 +52,9 @@ class ServedStep:
         model: a compiled Keras model.
         strategy: its ParameterServerStrategy.
         kind: "train", "test" or "predict".
+
+    Attributes:
+        logs: what it said last of how the epoch goes.
     """
 
     def __init__(self, model: Any, strategy: Any, kind: str):
@@ -67,11 +73,13 @@ class ServedStep:
         self._first: list[RemoteValue] | None = None  # the parts of the first step of an epoch
         self._batches = postponed.Batches()
         self._last: Any = None
-        self._logs: dict[str, Any] = {}
+        self.logs: dict[str, Any] = {}
+        self._through: Through | None = None
         self._looked = 0.0
         self._key: str | None = None  # of the epoch, where it is noted what is finished
         self._finished: Any = ()
         self._count = 0  # closures of the epoch, finished ones too
+        self._ran = False  # whether any of these was not finished before
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Schedules as many steps as there are in an execution; StopIteration where data end."""
@@ -84,19 +92,31 @@ class ServedStep:
         if self._kind == "predict":
             return later(values, self._tree), state
         if not values:  # finished before this process began
-            return self._logs, state
+            self.logs = self.logs or self._results()
+            return self.logs, state
+        self._ran = True
         if self._first is None:
             self._first, self._looked = values, 0.0
         return self._latest(), state
 
-    def account(self, key: str | None, finished: Any) -> None:
+    def account(
+        self, key: str | None, finished: Any = (), logs: Any = None, through: Through | None = None
+    ) -> None:
         """An epoch begins, whose batches are noted.
 
         Args:
             key: names it in the journal; None: no more of it.
             finished: numbers of closures that were finished before, and are skipped.
+            logs: what it had reported when all of them were.
+            through: takes its logs when all batches are done, and whether any was in this
+                process; gives the logs that `fit` is to have.
         """
-        self._key, self._finished, self._count = key, finished or (), 0
+        self._key, self._finished, self._count = key, finished, 0
+        self.logs, self._through, self._ran = logs or {}, through, False
+
+    def told(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """All batches of an epoch are done: the logs that `fit` is to have."""
+        return logs if self._through is None else self._through(logs, self._ran)
 
     def settle(self) -> None:
         """Waits for all that was scheduled; the metrics then hold it."""
@@ -231,12 +251,15 @@ class ServedStep:
                 value.result()
             self._coordinator.tallies.settle()
             self._batches.settle()
-            logs = self._model.get_metrics_result()
-            # A step of the user's own may report something else.
-            self._logs = logs if set(logs) == set(self._last or logs) else self._last
-            self._logs = jax.tree.map(np.asarray, self._logs)  # some metrics have several numbers
+            self.logs = self._results()
             self._looked = time.monotonic()
-        return self._logs
+        return self.logs
+
+    def _results(self) -> dict[str, Any]:
+        logs = self._model.get_metrics_result()
+        # A step of the user's own may report something else.
+        logs = logs if set(logs) == set(self._last or logs) else self._last
+        return jax.tree.map(np.asarray, logs)  # some metrics have several numbers
 
 
 class Later:
@@ -279,6 +302,12 @@ def _jax_state_sync(original: Any, self: Any) -> None:
             if isinstance(function, ServedStep):
                 function.settle()
         self._jax_state_synced = True
+
+
+def _result_or_logs(original: Any, self: Any, logs: Any) -> Any:
+    """What an epoch has reported; of a training that is noted, as its `fit` knows it."""
+    found, step = original(self, logs), self.train_function
+    return step.told(found) if isinstance(step, ServedStep) and logs is step.logs else found
 
 
 def _strategy() -> Any:
