@@ -52,6 +52,7 @@ def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
     count(record, 3, 3)
     record.snapshot(1)
     record.counted(Counted(4, None, False))
+    record.counted(Counted(5, None, False, pushes=False))  # of an evaluation: nothing to lose
     record.close(finished=False)
     record = Record(tmp_path, "job")
     assert (record.resumed.snapshot, record.resumed.since) == (1, 2)

@@ -165,6 +165,13 @@ def test_snapshots_are_asked_for_and_bound_what_can_be_lost():
     assert "at most 1 pushes" in texts(state.restored("ps 0", 7.0))
 
 
+def test_what_changes_no_variables_is_counted_as_such():
+    state = start(1)
+    state.schedule(0.0, pushes=False)
+    assert Counted(0, None, False, pushes=False) in finish(state, 0, 0)
+    assert kinds(state.tick(1e9)) == []  # nothing for a snapshot
+
+
 def test_the_last_incomplete_round_ends_with_join():
     state = start(2, consistency=Synchronous())
     for _ in range(3):

@@ -154,7 +154,7 @@ class Flights:
         else:
             self.counts.finished += 1
             self._servers.pushes += closure.pushes
-        self._out.append(Counted(closure.token, closure.lease, dropped))
+        self._out.append(Counted(closure.token, closure.lease, dropped, closure.pushes))
         lease = closure.lease
         leases = self._data.get(lease.dataset) if lease is not None else None
         if lease is not None and leases is not None:

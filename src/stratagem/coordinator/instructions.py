@@ -136,11 +136,13 @@ class Counted:
 
     Args:
         dropped: whether its gradients came too late for its round of synchronous training.
+        pushes: whether it may have changed variables.
     """
 
     token: int
     lease: Lease | None
     dropped: bool
+    pushes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,10 @@ class Record:
             self._journal.leased(token, lease)
 
     def counted(self, what: Counted) -> None:
-        """A closure's effects are in."""
-        with self._lock:
-            self._journal.counted(what.lease)
+        """A closure's effects are in; of one that has none and took no batch nothing is noted."""
+        if what.pushes or what.lease is not None:
+            with self._lock:
+                self._journal.counted(what.lease)
 
     def lost(self, pushes: int) -> None:
         """So many pushes were lost in all."""
