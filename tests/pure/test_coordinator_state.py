@@ -298,8 +298,22 @@ def test_a_removed_worker_leaves_when_it_has_answered():
 
 def test_a_slow_closure_is_said():
     state = start(1)
-    state.schedule(0.0)
-    assert "Closure 0 has been on worker 0 at host:0 for 61 s" in texts(state.tick(61.0))
+    state.schedule(0.0, what="step (train.py:7)")
+    assert texts(state.tick(59.0)) == ""
+    said = "worker 0 at host:0 has had step (train.py:7) in hand for 61 s. Nothing ends a step but "
+    assert said + "itself; it may be that it computes so long: look" in texts(state.tick(61.0))
+    assert texts(state.tick(120.0)) == ""
+    assert "for 122 s" in texts(state.tick(122.0))
+
+
+def test_a_dataset_that_gives_nothing_more_is_said():
+    state = start(2)
+    for _ in range(2):
+        state.schedule(0.0, iterators=("i",), what="step (train.py:7)")
+    said = "for 61 s, and 1 other workers are as slow. Nothing ends a step but itself; it may be "
+    assert said + "that it waits for its iterator, whose dataset gives no" in texts(
+        state.tick(61.0)
+    )
 
 
 def test_the_end_of_iterators_on_lost_workers_is_said():

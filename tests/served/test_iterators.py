@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 import stratagem
 from stratagem.coordinator import ClusterCoordinator, crew
+from stratagem.coordinator.terms import Terms
 from stratagem.step import apart
 from stratagem.utils import DatasetCreator
 
@@ -248,6 +250,36 @@ def test_who_has_not_come_yet_has_a_say_in_whether_data_are_empty(
     assert [sorted(values) for values in found] == [[1, 2, 3] if comes else []]
     assert ("worker 1 at 127.0.0.1" in caplog.text) != comes
     assert ("has not come in 0.2 s: it is taken to have none either" in caplog.text) != comes
+
+
+def test_data_that_are_slow_to_come_are_said(served, monkeypatch, caplog):
+    """While a dataset is opened, and while a step waits for its next element."""
+    monkeypatch.setattr(crew, "_WARN_SECONDS", 0.3)
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    coordinator.dispatcher._state.terms = Terms(warn_seconds=0.3)
+
+    def slow():
+        time.sleep(1.0)
+        yield np.float32(1)
+        time.sleep(1.0)
+        yield np.float32(2)
+
+    def step(it):
+        return next(it) + 1
+
+    iterator = iter(coordinator.create_per_worker_dataset(slow))
+    assert re.search(
+        r"worker 0 at 127.0.0.1:\d+ has been opening a dataset for \d s, and its first element has "
+        r"not come. What its function reads may be slow, or never there: look at that worker's log",
+        caplog.text,
+    )
+    assert [int(coordinator.schedule(step, (iterator,)).fetch()) for _ in range(2)] == [2, 3]
+    said = r"worker 0 at \S+ has had \S+step \(\S+\) in hand for \d s. .* waits for its iterator"
+    assert re.search(said, caplog.text)
+    count = caplog.text.count("has been opening")
+    time.sleep(0.7)
+    assert caplog.text.count("has been opening") == count  # no more of it when it is open
 
 
 def test_iterators_that_are_no_arguments(served):

@@ -25,6 +25,7 @@ class Closure:
     """One unit of work. Its number is unique in the job.
 
     Attributes:
+        what: the function that it calls, for texts.
         token: number that it pushes under.
         parts: how many closures make its round; 0: as many as there are workers then.
         holders: names of the workers that have it; one is usual.
@@ -57,12 +58,20 @@ class Closure:
         "since",
         "started",
         "token",
+        "what",
     )
 
     def __init__(
-        self, number: int, needs: frozenset[str], dataset: str | None, pushes: bool, parts: int = 0
+        self,
+        number: int,
+        needs: frozenset[str],
+        dataset: str | None,
+        pushes: bool,
+        parts: int = 0,
+        what: str = "",
     ) -> None:
         self.number = number
+        self.what = what or f"closure {number}"
         self.token = number
         self.needs = needs
         self.dataset = dataset

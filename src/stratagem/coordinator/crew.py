@@ -21,6 +21,7 @@ from stratagem.transport.message import Message
 _SETUP_SECONDS = 30.0
 _PROGRAM_SECONDS = 300.0
 _COME_SECONDS = 60.0  # in which a worker has to come to have a say in whether data are empty
+_WARN_SECONDS = 60.0  # after which it is told that a dataset is being opened, and how often then
 _CLOSURE_SECONDS = 1e9  # a step may take any time; a worker that has died is silent
 
 _log = logging.getLogger("stratagem")
@@ -71,16 +72,19 @@ class Opening:
         awaited: the workers that have not answered; also those that have not come yet.
         empty: whether one has answered that it has no element.
         until: when those are not awaited any more that have not come.
+        at_work: who opens it now, and since when.
     """
 
     first: Future[Any] = dataclasses.field(default_factory=Future)
     awaited: set[str] = dataclasses.field(default_factory=set)
     empty: bool = False
     until: float = dataclasses.field(default_factory=lambda: time.monotonic() + _COME_SECONDS)
+    at_work: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def settle(self, name: str) -> None:
         """A worker has answered, or is lost; where none of the others has an element, none has."""
         self.awaited.discard(name)
+        self.at_work.pop(name, None)
         if self.empty and not self.awaited and not self.first.done():
             self.first.set_result(None)
 
@@ -101,6 +105,7 @@ class Crew:
         self._openings: dict[int, Opening] = {}
         self._waiting: dict[str, list[Run]] = {}  # what each is to be sent
         self._small: set[int] = set()  # families whose results were small the last time
+        self._warned = time.monotonic()
 
     @property
     def names(self) -> str:
@@ -154,6 +159,22 @@ class Crew:
                         member.peer, _COME_SECONDS,
                     )  # fmt: skip
                     opening.settle(member.name)
+        if time.monotonic() - self._warned >= _WARN_SECONDS:
+            self._warned = time.monotonic()
+            self._warn(self._warned)
+
+    def _warn(self, now: float) -> None:
+        """Tells who takes long to give the first element of a dataset."""
+        every = [each for opening in self._openings.values() for each in opening.at_work.items()]
+        slow = {name: since for name, since in every if now - since >= _WARN_SECONDS}
+        if slow:
+            name = min(slow, key=lambda name: slow[name])
+            _log.warning(
+                "%s has been opening a dataset for %.0f s%s, and its first element has not come. "
+                "What its function reads may be slow, or never there: look at that worker's log.",
+                self._members[name].peer, now - slow[name],
+                f" (and {len(slow) - 1} other workers)" if len(slow) > 1 else "",
+            )  # fmt: skip
 
     def lost(self, name: str, why: str) -> None:
         """A worker has not answered, and will not."""
@@ -295,6 +316,7 @@ class Crew:
         if number not in member.iterators:
             member.iterators.add(number)
             self._openings[number].awaited.add(member.name)
+            self._openings[number].at_work[member.name] = time.monotonic()
             data = np.frombuffer(self._iterators[number], np.uint8)
             member.peer.post(
                 "iterator", {"iterator": number}, [data], seconds=_PROGRAM_SECONDS,
@@ -303,10 +325,10 @@ class Crew:
 
     def _has_opened(self, member: Member, number: int, answer: Message | Exception) -> None:
         opening = self._openings.get(number)
-        if opening is None or opening.first.done():
+        if opening is None:
             return
-        if isinstance(answer, PeerLostError | PeerTimeoutError):
-            pass  # others say, or itself when it is back
+        if opening.first.done() or isinstance(answer, PeerLostError | PeerTimeoutError):
+            pass  # it is known; or others say, or itself when it is back
         elif isinstance(answer, Exception):
             opening.first.set_exception(answer)
         elif answer.method == "ended":

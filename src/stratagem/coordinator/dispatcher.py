@@ -147,7 +147,7 @@ class Dispatcher:
                     break
             batch = closure.batch
             number, found = self._state.schedule(
-                time.monotonic(), iterators=closure.needs,
+                time.monotonic(), iterators=closure.needs, what=closure.family.where,
                 dataset=None if batch is None else batch[0], pushes=closure.counts,
                 parts=closure.parts,
             )  # fmt: skip

@@ -106,6 +106,7 @@ class State(Answers):
         dataset: str | None = None,
         pushes: bool = True,
         parts: int = 0,
+        what: str = "",
     ) -> tuple[int, list[Instruction]]:
         """A closure is to be executed; only after `ask("schedule")` has said `Go`.
 
@@ -116,6 +117,7 @@ class State(Answers):
                 the rule of consistency, and never dropped.
             parts: how many closures, which follow each other, make its round: the parts of one
                 batch, whoever computes them; 0: as many as there are workers then.
+            what: the function that it calls, for texts.
 
         Returns:
             its number, and instructions.
@@ -137,7 +139,7 @@ class State(Answers):
             )
         number, self._next = self._next, self._next + 1
         self._flush = False
-        closure = Closure(number, frozenset(iterators), dataset, pushes, parts)
+        closure = Closure(number, frozenset(iterators), dataset, pushes, parts, what)
         self._closures[number] = closure
         self._iterators.need(closure.needs)
         self._queue.put(closure)
@@ -347,6 +349,14 @@ class State(Answers):
         if slow:
             since, number, worker = min(slow, key=lambda each: each[0])
             more = f", and {len(slow) - 1} other workers are as slow" if slow[1:] else ""
+            closure = self._closures.get(number)
+            what = f"closure {number}" if closure is None else closure.what
+            why = "that it computes so long"
+            if closure is not None and closure.needs:
+                why = "that it waits for its iterator, whose dataset gives no next element"
             self._out.append(
-                Warn(f"Closure {number} has been on {worker} for {now - since:.0f} s{more}")
+                Warn(
+                    f"{worker} has had {what} in hand for {now - since:.0f} s{more}. Nothing ends "
+                    f"a step but itself; it may be {why}: look at that worker's log"
+                )
             )
