@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import jax
@@ -145,6 +147,42 @@ def test_a_local_server_joins_a_job_by_its_target(served):
         wait_for(lambda: int(coordinator.schedule(who).fetch()) == 1)
     finally:
         server.stop()
+
+
+def test_the_end_of_a_job_says_nothing_of_lost_workers(served, caplog):
+    """Whether they are in the middle of a step, or left before it; and does not wait for these."""
+    strategy = served(2, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def slow():
+        yield np.float32(1)
+        time.sleep(2.0)
+        yield np.float32(1)
+
+    iterator = iter(coordinator.create_per_worker_dataset(slow))
+    for _ in range(4):
+        coordinator.schedule(lambda it: next(it) + 1, (iterator,))
+    strategy.cluster.stop("worker", 1)
+    began = time.monotonic()
+    strategy.close(stop_tasks=True)
+    assert time.monotonic() - began < 4.5  # the launcher starts again who left 5 s before the chief
+    assert "lost" not in caplog.text
+
+
+def test_a_worker_of_the_programs_own_leaves_after_its_job(tmp_path):
+    """At the end of the program; it was made after the strategy, and is none that is missed."""
+    done = tmp_path / "order"
+    program = f"""
+import atexit, pathlib
+import stratagem
+from stratagem.coordinator import server
+note = lambda what: pathlib.Path({str(done)!r}).open("a").write(what)
+atexit.register(note, "strategy ")  # as a strategy does, when it is made
+stratagem.Server.stop = lambda self: note("worker ")
+stratagem.Server.create_local_server()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert done.read_text() == "strategy worker "
 
 
 def test_replicas_need_two_servers(cluster):

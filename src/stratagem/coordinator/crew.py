@@ -95,10 +95,14 @@ class Crew:
     Args:
         setup: what a worker is told first, besides its index.
         event: tells the coordinator's state what has happened.
+
+    Attributes:
+        ending: whether the job ends; then nobody is lost. Any thread sets it.
     """
 
     def __init__(self, setup: dict[str, Any], event: Callable[[Any], None]):
         self._setup, self._event = setup, event
+        self.ending = False
         self._hub: Any = None
         self._members: dict[str, Member] = {}
         self._iterators: dict[int, bytes] = {}
@@ -139,6 +143,8 @@ class Crew:
 
     def look(self) -> None:
         """Finds out who has come, gone silent, or come back."""
+        if self.ending:
+            return
         for member in self._members.values():
             peer = member.peer
             if why := why_lost(peer, member.up):
@@ -179,7 +185,7 @@ class Crew:
     def lost(self, name: str, why: str) -> None:
         """A worker has not answered, and will not."""
         member = self._members[name]
-        if member.up is not None:
+        if member.up is not None and not self.ending:
             self._down(member, why)
 
     def release(self, name: str) -> None:

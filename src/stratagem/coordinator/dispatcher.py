@@ -36,6 +36,7 @@ from stratagem.transport.message import Message
 _TICK_SECONDS = 0.25
 _LOOK_SECONDS = 1.0  # after which a thread that waits asks again, come what may
 _STOP_SECONDS = 5.0
+_GONE_SECONDS = 2.0  # after which who is silent is not waited for at the end
 
 _log = logging.getLogger("stratagem")
 
@@ -223,6 +224,7 @@ class Dispatcher:
         Args:
             stop_tasks: whether workers and servers are told that the job is done.
         """
+        self._crew.ending = True
         if stop_tasks:
             self._link.thread.do(self._stop, "tasks to be stopped", 2 * _STOP_SECONDS)
         self._tracer.shutdown(wait=False, cancel_futures=True)
@@ -248,7 +250,7 @@ class Dispatcher:
 
     def _stop(self, hub: Any) -> None:
         tickets = [*self._crew.stop(_STOP_SECONDS), *self._guard.stop(_STOP_SECONDS)]
-        while not all(ticket.done for ticket in tickets):
+        while not all(t.done or t.peer.silence > _GONE_SECONDS for t in tickets):
             hub.turn(0.1)
 
     def _add(self, found: Sequence[do.Instruction]) -> None:

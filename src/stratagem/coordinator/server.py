@@ -21,6 +21,8 @@ _LEAVE_SECONDS = 10.0
 
 _log = logging.getLogger("stratagem")
 
+_serving: set[Server] = set()  # those that are to stop at the end of the program
+
 
 @dataclass(frozen=True)
 class ServerDef:
@@ -106,7 +108,7 @@ class Server:
         name = f"stratagem-{self._def.job_name}-{self._def.task_index}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self.stop)
+        _serving.add(self)
 
     def join(self) -> None:
         """Serves until the coordinator says that the job is done, or SIGTERM asks to leave.
@@ -126,13 +128,13 @@ class Server:
         with serving.called_by_signals(self._leave, (signal.SIGTERM,)):
             while self._thread.is_alive():  # Python runs signal handlers between two looks.
                 self._thread.join(_LOOK_SECONDS)
-        atexit.unregister(self.stop)
+        _serving.discard(self)
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
         """Ends serving, and waits some seconds for it. (TensorFlow has no such method.)"""
-        atexit.unregister(self.stop)
+        _serving.discard(self)
         self._leave()
         if self._thread is None:
             return
@@ -153,6 +155,14 @@ class Server:
         except Exception as error:
             self._error = error
             _log.exception("%s %d has failed.", told.job_name, told.task_index)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Exit functions run last in, first out: this one, which was there before any strategy, after
+    those have ended their jobs, whose workers these may be."""
+    for server in list(_serving):
+        server.stop()
 
 
 def _server_def(
