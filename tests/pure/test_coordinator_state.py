@@ -296,6 +296,18 @@ def test_a_removed_worker_leaves_when_it_has_answered():
     assert state.schedule(0.0)[1][0].worker == "worker 1"
 
 
+def test_a_worker_that_was_removed_before_it_came_gets_nothing():
+    state = start(1)
+    state.add_worker("worker 1", "host:1", 0.0)
+    assert state.remove_worker("worker 1", 0.0) == [Released("worker 1")]
+    assert state.worker_up("worker 1", 1, 0.0) == []
+    for _ in range(2):
+        assert {each.worker for each in state.schedule(0.0)[1]} == {"worker 0"}
+    state.add_worker("worker 1", "host:1", 0.0)
+    state.worker_up("worker 1", 1, 0.0)
+    assert state.schedule(0.0)[1][0].worker == "worker 1"
+
+
 def test_a_slow_closure_is_said():
     state = start(1)
     state.schedule(0.0, what="step (train.py:7)")

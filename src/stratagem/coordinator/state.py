@@ -180,6 +180,7 @@ class State(Answers):
         """A worker belongs to the job; `where` it is, as texts say it."""
         worker = self._workers.add(name, where)
         worker.removed = False
+        self._workers.gone.discard(name)
         self._workers.place(worker)
         return self._end(now)
 
@@ -194,6 +195,8 @@ class State(Answers):
 
     def worker_up(self, name: str, incarnation: str | int, now: float) -> list[Instruction]:
         """A worker is there, for the first time or again; another incarnation knows nothing."""
+        if name in self._workers.gone:  # it was removed before it had come
+            return self._end(now)
         worker = self._workers.add(name)
         if worker.up and worker.incarnation != incarnation:
             self._lose(worker, "it was started again")

@@ -111,10 +111,15 @@ class Workers:
         depth: how many closures a worker has in hand at most.
         short_depth: likewise where they are short.
         ahead: as many closures as take this time, in seconds, are short.
+
+    Attributes:
+        active: how many take closures.
+        gone: names of those that belong to the job no more.
     """
 
     def __init__(self, depth: int, short_depth: int = 1, ahead: float = 0.0) -> None:
         self.active = 0
+        self.gone: set[str] = set()
         self._depth, self._ahead = depth, ahead
         self._most = max(depth, short_depth) if ahead else depth
         self.any = Pool(frozenset(), self._most)
@@ -170,6 +175,7 @@ class Workers:
     def forget(self, worker: Worker) -> None:
         """A worker belongs to the job no more."""
         worker.removed = True
+        self.gone.add(worker.name)
         self.place(worker)
         self._all.pop(worker.name, None)
 
