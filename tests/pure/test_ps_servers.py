@@ -257,6 +257,9 @@ def test_what_a_server_without_state_says():
     other = cluster.client(job="other", hub=cluster.network.hub("other"))
     with pytest.raises(JobMismatchError, match="ps 0.*: expected requests of the job"):
         other.pull([servers.specs[0]])
+    with pytest.raises(JobMismatchError, match="ps 0.*: expected requests of the job"):
+        other.stop()
+    assert not cluster.servers[0].stopped
     other.hello(start=True)
     assert other.status()[0]["variables"] == 0
     cluster.network.kill(cluster.servers[0].hub)

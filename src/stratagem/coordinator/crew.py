@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 
-from stratagem.coordinator.presence import why_lost
+from stratagem.coordinator.presence import other_job, why_lost
 from stratagem.errors import PeerLostError, PeerTimeoutError
 from stratagem.transport import several
 from stratagem.transport.message import Message
@@ -81,6 +81,11 @@ class Opening:
     until: float = dataclasses.field(default_factory=lambda: time.monotonic() + _COME_SECONDS)
     at_work: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    def fail(self, error: Exception) -> None:
+        """It cannot be opened, unless it is already."""
+        if not self.first.done():
+            self.first.set_exception(error)
+
     def settle(self, name: str) -> None:
         """A worker has answered, or is lost; where none of the others has an element, none has."""
         self.awaited.discard(name)
@@ -108,6 +113,7 @@ class Crew:
         self._iterators: dict[int, bytes] = {}
         self._openings: dict[int, Opening] = {}
         self._waiting: dict[str, list[Run]] = {}  # what each is to be sent
+        self._over: Exception | None = None  # why workers do nothing any more
         self._small: set[int] = set()  # families whose results were small the last time
         self._warned = time.monotonic()
 
@@ -256,7 +262,7 @@ class Crew:
         """Gives each of some closures its part of the answer to all of them, or the error."""
         if isinstance(answer, Exception):
             for run in runs:
-                run.done(answer)
+                run.done(other_job(answer) or answer)
             return
         each = several.split(answer.fields["each"], answer.arrays)
         for run, (fields, arrays) in zip(runs, each, strict=True):
@@ -278,6 +284,7 @@ class Crew:
 
         Raises:
             PeerTimeoutError: none could say in time.
+            JobMismatchError: they serve another job.
         """
         try:
             return self._openings.setdefault(number, Opening()).first.result(seconds)
@@ -292,9 +299,17 @@ class Crew:
         self._iterators[number] = pickled
         opening = self._openings.setdefault(number, Opening())
         opening.awaited.update(n for n, m in self._members.items() if not m.lost)
+        if self._over is not None:
+            opening.fail(self._over)
         for member in self._members.values():
             if member.up is not None:
                 self._open(member, number)
+
+    def end(self, why: Exception) -> None:
+        """Workers open nothing any more, for this reason."""
+        self._over = why
+        for opening in self._openings.values():
+            opening.fail(why)
 
     def forget(self, number: int) -> None:
         """Has all workers forget an iterator, now or when they come back."""
@@ -336,7 +351,7 @@ class Crew:
         if opening.first.done() or isinstance(answer, PeerLostError | PeerTimeoutError):
             pass  # it is known; or others say, or itself when it is back
         elif isinstance(answer, Exception):
-            opening.first.set_exception(answer)
+            opening.fail(other_job(answer) or answer)
         elif answer.method == "ended":
             opening.empty = True
         else:
@@ -344,6 +359,10 @@ class Crew:
         opening.settle(member.name)
 
     def _set_up(self, member: Member, answer: Message | Exception) -> None:
+        if (error := other_job(answer)) is not None:  # for ever: it is not asked again
+            self.end(error)
+            self._event(functools.partial(_fail, error))
+            return
         member.asked = False
         if isinstance(answer, Exception):
             return  # `look` asks again
@@ -372,5 +391,9 @@ class Crew:
             member.has.difference_update(answer.fields["gone"])
 
     def _refused(self, member: Member, answer: Message | Exception) -> None:
-        if isinstance(answer, Exception):
+        if isinstance(answer, Exception) and not other_job(answer):  # else `run` is refused, too
             self.lost(member.name, str(answer))
+
+
+def _fail(error: Exception, state: Any, now: float) -> Any:
+    return state.server_failed(error, now)

@@ -29,7 +29,7 @@ from stratagem.coordinator.record import Record
 from stratagem.coordinator.scheduled import Scheduled, error_of
 from stratagem.coordinator.state import State, Terms
 from stratagem.coordinator.watermark import Watermark
-from stratagem.errors import RemoteError
+from stratagem.errors import JobMismatchError, RemoteError
 from stratagem.parameter_server.link import Link
 from stratagem.transport.message import Message
 
@@ -338,7 +338,7 @@ class Dispatcher:
         finished = functools.partial(
             State.finished, worker=what.worker, incarnation=incarnation, closure=what.closure
         )
-        if isinstance(answer, RemoteError | ValueError):
+        if isinstance(answer, RemoteError | ValueError | JobMismatchError):
             self._event(lambda s, now: finished(s, outcome="error", result=answer, now=now))
             return
         if isinstance(answer, Exception):

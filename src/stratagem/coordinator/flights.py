@@ -66,7 +66,7 @@ class Flights:
         self._data: dict[str, Leases] = {}
         self._iterators = Iterators()
         self._error: BaseException | None = None
-        self._broken: Exception | None = None  # Why a server cannot be restored.
+        self._broken: Exception | None = None  # Why the job cannot go on.
         self._cancelling = False
         self._flush = False  # The program waits for all: rounds end with what is there.
         self._asking: set[Question] = set()
@@ -102,7 +102,8 @@ class Flights:
             self._error = error
 
     def server_failed(self, error: Exception, now: float) -> list[Instruction]:
-        """A server cannot be restored: whoever schedules or waits from now on is told."""
+        """A server cannot be restored, or serves another job: whoever schedules or waits from now
+        on is told."""
         self._broken = error
         self._recall()
         return self._end(now)

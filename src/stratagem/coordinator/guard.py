@@ -162,7 +162,8 @@ class Guard:
     def stop(self, seconds: float) -> list[Any]:
         """Tells all servers that are there that the job is done; gives what to wait for."""
         there = [member.peer for member in self._members.values() if member.up is not None]
-        return [peer.post("stop", {}, seconds=seconds) for peer in there]
+        job = {"job": self._link.servers.job}
+        return [peer.post("stop", job, seconds=seconds) for peer in there]
 
     def _ask(self, member: _Member) -> None:
         member.asked = True

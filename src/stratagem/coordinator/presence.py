@@ -1,8 +1,11 @@
-"""Whether a task that takes part in a job is still there."""
+"""Whether a task that takes part in a job is still there, and still of this job."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from stratagem.errors import JobMismatchError
+from stratagem.parameter_server.client import as_raised
 
 _SILENCE_SECONDS = 5.0  # after which a task counts as lost
 
@@ -21,3 +24,9 @@ def why_lost(peer: Any, up: str | None) -> str:
     if peer.silence > _SILENCE_SECONDS:
         return f"it has not been heard for {peer.silence:.1f} s"
     return ""
+
+
+def other_job(answer: Any) -> JobMismatchError | None:
+    """The error of a task that serves another job; None for every other answer."""
+    error = as_raised(answer)
+    return error if isinstance(error, JobMismatchError) else None

@@ -7,7 +7,6 @@ a closure computes; the other computes, with connections of its own to the param
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -18,20 +17,20 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from stratagem.coordinator.held import Pushing, Variant
 from stratagem.coordinator.per_worker import Elements, Ended, Taken, variant_key
 from stratagem.coordinator.replies import Replies, Reply, as_array, failure, outcome
-from stratagem.errors import MalformedMessageError, NotReadyError
-from stratagem.parameter_server.client import Item, Pending, Pushed, Servers
+from stratagem.errors import JobMismatchError, MalformedMessageError, NotReadyError
+from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.link import OUT_OF_REACH
-from stratagem.parameter_server.plan import Spec, Unit
-from stratagem.parameter_server.rounds import weighed
+from stratagem.parameter_server.plan import Spec
 from stratagem.step.parts import Parts
-from stratagem.step.runner import Runner
 from stratagem.transport import several
 from stratagem.transport.hub import Hub
 from stratagem.transport.message import Message
 
 _PULL_SECONDS = 30.0
+_ASKED_SECONDS = 5.0  # in which servers say whose they are
 _TURN_SECONDS = 0.5
 # Functions whose programs stay; others are sent again. More than it has in hand at a time.
 _KEPT = 64
@@ -82,6 +81,8 @@ class Worker:
         self._hub.wake()
 
     def _serve(self, request: Any) -> Message | None:
+        if request.method in ("stop", "cancel"):
+            self._computer.check(request)
         if request.method == "stop":
             self._stopping = True
             return Message("stopped", {}, ())
@@ -131,18 +132,29 @@ class _Computer:
         self._hub = Hub(name, key)
         self._servers: Servers | None = None
         self._told: dict[str, Any] = {}
+        self._owner = ""  # the hub of the coordinator that has set it up
         self._index = 0  # As the job counts workers: one that was added knows no cluster with it.
         self._staleness = 0  # of the last push
         self._specs: dict[int, Spec] = {}
-        self._families: dict[int, dict[str, _Variant]] = {}
+        self._families: dict[int, dict[str, Variant]] = {}
         self._iterators: dict[int, Elements] = {}
-        self._pushing: deque[_Pushing] = deque()
+        self._pushing: deque[Pushing] = deque()
 
     def put(self, request: Any) -> None:
         """Hands a request over; None ends it. The other thread."""
         self._inbox.append(request)
         if self._sleeps:
             self._hub.wake()
+
+    def check(self, request: Any) -> None:
+        """Refuses what the coordinator of another job asks for: numbers mean other things there.
+        Any thread."""
+        if self._owner not in ("", request.client.incarnation):
+            raise JobMismatchError(
+                f"{self._name}: expected requests of the job {self._told['job']!r}, which has set "
+                "this worker up. Got one of another job's coordinator. End one of these programs, "
+                "or give it workers and servers of its own."
+            )
 
     def run(self) -> None:
         """Does what comes in, in order."""
@@ -170,6 +182,8 @@ class _Computer:
 
     def _do(self, request: Any) -> None:
         try:
+            if request.method != "setup":
+                self.check(request)
             answer: Any = getattr(self, _METHODS[request.method])(request)
         except BaseException as error:
             answer = error
@@ -201,17 +215,38 @@ class _Computer:
         fields = dict(request.fields)
         if fields == self._told:  # it had lost sight of this worker
             return Message("ready", {}, ())
+        hub = Hub(self._name, self._key)
+        peers = [hub.connect(address, name) for name, address in fields["servers"]]
+        servers = Servers(hub, peers, fields["job"], hub.incarnation, _ASKED_SECONDS)
+        try:
+            self._check_servers(servers)
+        except BaseException:
+            hub.close()
+            raise
+        servers.seconds = _PULL_SECONDS
         self._told, self._index, before = fields, fields["index"], self._hub
-        self._hub = Hub(self._name, self._key)
+        self._hub, self._servers, self._owner = hub, servers, request.client.incarnation
         before.close()
         self._answer_pushed()  # nobody waits for them
-        peers = [self._hub.connect(address, name) for name, address in fields["servers"]]
-        self._servers = Servers(
-            self._hub, peers, fields["job"], self._hub.incarnation, _PULL_SECONDS
-        )
         for known in (self._specs, self._families, self._iterators, self.cancelled):
             known.clear()
         return Message("ready", {}, ())
+
+    def _check_servers(self, servers: Servers) -> None:
+        """The servers have the last word on which job is the present one: a coordinator that has
+        been replaced, and does not know it yet, must not take this worker back."""
+        try:
+            told = servers.hello()
+        except OUT_OF_REACH:
+            return  # so nothing runs before they are back, and they refuse what they should
+        for said in told:
+            if said["ready"] and said["job"] != servers.job:
+                raise JobMismatchError(
+                    f"{self._name}: expected servers of the job {servers.job!r}, whose coordinator "
+                    f"sets this worker up. Got ps {said['server']} at work for the job "
+                    f"{said['job']!r}. End one of these programs, or give it workers and servers "
+                    "of its own."
+                )
 
     def _plan(self, request: Any) -> Message:
         fields = request.fields
@@ -222,7 +257,7 @@ class _Computer:
             self._servers.know(self._specs.values())
         parts = Parts.from_wire(fields["parts"], [blob.tobytes() for blob in request.arrays])
         variants = self._families.setdefault(fields["family"], {})
-        variants[fields["variant"]] = _Variant(fields, parts)
+        variants[fields["variant"]] = Variant(fields, parts)
         gone: list[int] = []
         while len(self._families) > _KEPT:  # of the one that was not used for longest
             oldest = self._families.pop(next(iter(self._families)))
@@ -327,7 +362,7 @@ class _Computer:
             staged=variant.staged,
             weight=fields["weight"],
         )
-        self._pushing.append(_Pushing(reply, pushed, variant.plan, (*results, *local), taken))
+        self._pushing.append(Pushing(reply, pushed, variant.plan, (*results, *local), taken))
         return None
 
     def _given(self, given: Any, fields: Any, taken: Taken) -> np.ndarray:
@@ -340,52 +375,6 @@ class _Computer:
         if given.kind == "staleness":  # how late the next push comes is not known: as the last one
             return np.asarray(max(1, self._staleness), given.dtype)
         return np.asarray(fields["closure"] & 0xFFFFFFFF, given.dtype)
-
-
-class _Variant:
-    """A plan as a worker holds it.
-
-    Attributes:
-        elements: (position of its iterator, turn) of each element that it reads, in order.
-        staged: the updates that wait for the round's commit; None for all.
-        units: the updates that it pushes to, by name.
-        zeros: what a closure starts with of the coordinator's own variables.
-    """
-
-    def __init__(self, fields: Mapping[str, Any], parts: Parts):
-        self.plan = fields["plan"]
-        self.runner = Runner(parts)
-        self.staged = fields["staged"]
-        self.units = {uid: Unit(uid, tuple(vids), {}) for uid, vids in fields["units"]}
-        self.zeros = [np.zeros(shape, dtype) for shape, dtype in fields["local"]]
-        self.elements = sorted({tuple(g.key[:2]) for g in parts.given if g.kind == "element"})
-
-    def handed(self, item: Mapping[str, Any], share: float) -> Sequence[tuple[str, np.ndarray]]:
-        """What an update is handed. What does not wait for its round is weighed as in a round, so
-        that rows of tables move no further with more workers."""
-        handed: Sequence[tuple[str, Any]] = item["handed"]
-        if self.staged is None or item["uid"] in self.staged or share == 1.0:
-            return handed
-        return [(kind, x if kind == "scalar" else weighed(x, share)) for kind, x in handed]
-
-
-@dataclasses.dataclass(slots=True)
-class _Pushing:
-    """A closure whose push is on its way.
-
-    Attributes:
-        reply: takes the answer.
-        pushed: the push.
-        variant: number of its plan.
-        results: what it is answered with.
-        taken: elements that it has read.
-    """
-
-    reply: Reply
-    pushed: Pending[Pushed]
-    variant: int
-    results: tuple[np.ndarray, ...]
-    taken: Taken
 
 
 _METHODS = {

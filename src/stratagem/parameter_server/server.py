@@ -123,6 +123,7 @@ class ParameterServer:
         return {**self.store.status(), **self._about(), **self.mirrors.status()}, ()
 
     def _stop(self, request: Request, said: Fields) -> Answer:
+        self._check_same(said.text("job"))
         self.stopped = True
         return {}, ()
 
@@ -289,15 +290,18 @@ class ParameterServer:
 
     def _check_job(self, said: Fields) -> None:
         job = said.text("job")
-        if self.job and job != self.job:
-            raise JobMismatchError(
-                f"ps {self.index}: expected requests of the job {self.job!r}. Got one of {job!r}. "
-                "Stop the tasks of the other job, or give this one servers of its own."
-            )
+        self._check_same(job)
         if not self.ready:
             raise NotReadyError(
                 f"ps {self.index}: expected the state of job {job!r}. Got none: this task has just "
                 "been started. Restore a snapshot, or wait until the coordinator has done so."
+            )
+
+    def _check_same(self, job: str) -> None:
+        if self.job and job != self.job:
+            raise JobMismatchError(
+                f"ps {self.index}: expected requests of the job {self.job!r}. Got one of {job!r}. "
+                "Stop the tasks of the other job, or give this one servers of its own."
             )
 
     def _replicated(self, request: Request, answer: Answer) -> Answer | None:
