@@ -13,7 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_ps_servers import Cluster, item, model
 
-from stratagem.errors import BackupError, BackupMismatchError, CorruptBackupError
+from stratagem.errors import (
+    BackupError,
+    BackupMismatchError,
+    CorruptBackupError,
+    PeerLostError,
+)
 from stratagem.parameter_server import catalog
 from stratagem.parameter_server.keeper import Keeper, is_final
 from stratagem.parameter_server.plan import Placement
@@ -130,3 +135,12 @@ def test_a_job_that_goes_on_has_its_variables(tmp_path, caplog):
     catalog.prune(tmp_path, 2)
     with pytest.raises(CorruptBackupError, match="expected the variables of snapshot 1"):
         catalog.read(tmp_path, 1)
+
+
+def test_a_snapshot_that_waits_for_another_one_is_told_when_all_ends(tmp_path):
+    job = Job(tmp_path)
+    errors = []
+    job.keeper.snapshot(job.specs, errors.append)
+    job.keeper.snapshot(job.specs, errors.append)
+    job.servers.hub.close()
+    assert [type(error) for error in errors] == [PeerLostError, RuntimeError]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from threading import Event
 
+import pytest
+
 from stratagem.transport.thread import HubThread
 
 
@@ -40,3 +42,14 @@ def test_what_is_asked_for_after_other_work_waits_for_no_turn():
     taken = time.monotonic() - begun
     thread.close()
     assert taken < 5.0  # a turn is a second long
+
+
+def test_what_nobody_comes_to_any_more_is_refused():
+    """Work that is handed over just while the thread ends is not waited for in vain."""
+    thread = HubThread(Idle, "ends")
+    thread.close()
+    with pytest.raises(RuntimeError, match="Got a use of 'ends' after it was closed. Make a new"):
+        thread.submit(lambda hub: 1)
+    thread._closing = False  # as who has looked at it just before
+    with pytest.raises(RuntimeError, match="Got a use of 'ends' after it was closed. Make a new"):
+        thread.do(lambda hub: 1, "a number", 30.0)

@@ -75,6 +75,7 @@ class Dispatcher:
         self._state = State(terms, time.monotonic(), resumed)
         self._lost = self._state.lost_pushes
         self._todo: deque[do.Instruction] = deque()
+        self._closed = False
         self._watching = 0  # threads that wait for something to be carried out
         self.let_go: deque[int] = deque()
         self._closures: dict[int, Scheduled] = {}
@@ -116,6 +117,7 @@ class Dispatcher:
 
         Raises:
             Exception: the first error of a closure since the last that was raised.
+            RuntimeError: the strategy was closed.
         """
         with self._changed:
             while True:
@@ -162,6 +164,7 @@ class Dispatcher:
     def begin_data(self, key: str) -> Watermark:
         """Batches of a dataset are accounted for, with a record; gives those that are finished."""
         with self._changed:
+            self._check_open()
             self._add(self._state.add_dataset(key, time.monotonic()))
         return Watermark() if self._record is None else self._record.begin(key)
 
@@ -182,7 +185,8 @@ class Dispatcher:
             PeerTimeoutError: no worker could say in time.
             StopIteration: there is no element.
         """
-        self._link.thread.submit(lambda hub: self._crew.open_iterator(number, pickled))
+        opens = lambda hub: self._crew.open_iterator(number, pickled)  # noqa: E731
+        self._link.thread.do(opens, "a dataset to be opened", 30)
         try:
             return self._crew.opened(number, seconds)
         except BaseException:
@@ -216,15 +220,21 @@ class Dispatcher:
 
     def remove_worker(self, name: str) -> None:
         """A worker leaves when it has answered what it has; it is not stopped."""
+        self._check_open()
         self._event(lambda s, now: s.remove_worker(name, now))
 
     def close(self, stop_tasks: bool = False) -> None:
-        """Traces nothing any more; the connections are those of the link.
+        """Carries out nothing any more, and cancels what is unfinished; who waits, or asks for
+        something later, is told. The connections are those of the link.
 
         Args:
             stop_tasks: whether workers and servers are told that the job is done.
         """
         self._crew.ending = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._link.thread.later(lambda hub: self._cancel())  # where closures get their results
         if stop_tasks:
             self._link.thread.do(self._stop, "tasks to be stopped", 2 * _STOP_SECONDS)
         self._tracer.shutdown(wait=False, cancel_futures=True)
@@ -233,12 +243,17 @@ class Dispatcher:
 
     def _asked(self, what: Question) -> do.Answer:
         """The state's answer; raises the error that it has."""
+        self._check_open()
         answer, found = self._state.ask(what, time.monotonic())
         self._add(found)
         if isinstance(answer, do.Raise):
             self._again.clear()  # nothing is unfinished now
             raise answer.error
         return answer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._link.thread.closed()
 
     def _wait_for_results(self) -> None:
         """Waits until some more is carried out."""
@@ -255,11 +270,18 @@ class Dispatcher:
 
     def _add(self, found: Sequence[do.Instruction]) -> None:
         """Notes what is to be done, under the lock or before there are threads."""
-        if found:
+        if found and not self._closed:
             first = not self._todo
             self._todo.extend(found)
             if first:
                 self._link.thread.later(lambda hub: self._drain())
+
+    def _cancel(self) -> None:
+        """The job is closed: nobody will answer what is unfinished."""
+        self._drain()
+        while self._closures:
+            self._closures.popitem()[1].value.cancel()
+        self._crew.end(self._link.thread.closed())
 
     def _event(self, change: Callable[[State, float], Sequence[do.Instruction]]) -> None:
         """Tells the state what has happened."""
@@ -308,19 +330,13 @@ class Dispatcher:
             return
         if what.lease is not None and what.fresh and self._record is not None:
             self._record.leased(what.token, what.lease)
-        fields = {
-            "closure": what.closure, "token": what.token, "family": closure.family.number,
-            "below": what.below, "round": what.round,
-            "weight": 1.0 if closure.rows is None else float(closure.rows),
-            "share": self._state.share if closure.share is None else closure.share,
-            "iterators": closure.numbers, "at": closure.at,
-        }  # fmt: skip
         try:
             for key, plan in list(closure.family.plans.items()):
                 self._crew.give_plan(what.worker, closure.family.number, key, plan, self._wire)
             arrays = closure.arguments(self._crew.index(what.worker))
             self._guard.begins(what.round, closure.family)
             ran = functools.partial(self._ran, what)
+            fields = closure.fields(what, self._state.share)
             self._crew.run(what.worker, fields, arrays, ran, what.together)
         except Exception as error:  # what cannot be sent will not be answered
             self._ran(what, self._crew.incarnation(what.worker), error)
@@ -382,19 +398,6 @@ class Dispatcher:
 
     def _resolve(self, what: do.Resolve) -> None:
         closure = self._closures.pop(what.closure)
-        value = closure.value
-        if what.outcome == "ended":
-            value.end()
-        elif what.outcome == "cancelled":
-            value.cancel()
-        elif what.outcome == "error":
-            value.set_exception(what.result)
-        else:
-            number, arrays = what.result
-            plan = closure.family.plan(number)
-            count = plan.parts.results
-            if plan.local and closure.keep is not None:
-                closure.keep(plan.local, arrays[count:])
-            value.set_result(plan.parts.unpack(list(arrays[:count])))
-            if closure.batch is None:
-                self._again[what.closure] = closure  # until it is counted, at once or in its round
+        closure.resolve(what.outcome, what.result)
+        if what.outcome == "ok" and closure.batch is None:
+            self._again[what.closure] = closure  # until it is counted, at once or in its round

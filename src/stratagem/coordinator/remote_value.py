@@ -27,7 +27,8 @@ class RemoteValue:
         """Waits for the result, and gives it as NumPy arrays; None if the data had ended.
 
         Raises:
-            CancelledError: another closure failed before this one was done.
+            CancelledError: another closure failed, or the strategy was closed, before this one
+                was done.
             Exception: what the function raised on the worker.
         """
         return self._future.result()
@@ -56,7 +57,7 @@ class RemoteValue:
         return self._future.exception(timeout)
 
     def cancelled(self) -> bool:
-        """Whether it was dropped because another closure had failed."""
+        """Whether it was dropped: another closure had failed, or the strategy was closed."""
         return self._future.cancelled()
 
     def add_done_callback(self, fn: Callable[[RemoteValue], Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from stratagem.coordinator.instructions import Dispatch, Resolution
 from stratagem.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
 from stratagem.coordinator.plans import Family
 from stratagem.coordinator.remote_value import RemoteValue
@@ -55,6 +56,21 @@ class Scheduled:
         """The iterators that it reads, as the state names them."""
         return [str(self.iterators[position].number) for position in self.family.reads]
 
+    def fields(self, what: Dispatch, share: float) -> dict[str, Any]:
+        """What its worker has to know; see `worker`.
+
+        Args:
+            what: how it is sent.
+            share: its part of the rows of its round, where it has none of its own.
+        """
+        return {
+            "closure": what.closure, "token": what.token, "family": self.family.number,
+            "below": what.below, "round": what.round,
+            "weight": 1.0 if self.rows is None else float(self.rows),
+            "share": share if self.share is None else self.share,
+            "iterators": self.numbers, "at": self.at,
+        }  # fmt: skip
+
     def arguments(self, worker: int) -> list[np.ndarray]:
         """The arrays for a worker.
 
@@ -62,6 +78,22 @@ class Scheduled:
             ValueError: there is none for this worker in a PerWorkerValues.
         """
         return [_of(a, worker) if isinstance(a, PerWorkerValues) else a for a in self.arrays]
+
+    def resolve(self, outcome: Resolution, result: Any) -> None:
+        """Gives its result, or what became of it, to where it goes. In the coordinator's thread."""
+        if outcome == "ended":
+            self.value.end()
+        elif outcome == "cancelled":
+            self.value.cancel()
+        elif outcome == "error":
+            self.value.set_exception(result)
+        else:
+            number, arrays = result
+            plan = self.family.plan(number)
+            count = plan.parts.results
+            if plan.local and self.keep is not None:
+                self.keep(plan.local, arrays[count:])
+            self.value.set_result(plan.parts.unpack(list(arrays[:count])))
 
 
 def error_of(answer: Message, where: str) -> BaseException:

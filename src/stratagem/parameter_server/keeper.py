@@ -149,7 +149,14 @@ class Keeper:
             done: called with None or the error.
         """
         if self._writing:
-            self._later.append(lambda: self.snapshot(specs, done))
+
+            def again() -> None:
+                try:
+                    self.snapshot(specs, done)
+                except Exception as error:  # the hub was closed
+                    done(error)
+
+            self._later.append(again)
             return
         if self._directory is None:
             done(BackupError("Expected a state directory for snapshots. Got none. Give state_dir."))

@@ -189,7 +189,15 @@ class Link:
         Args:
             done: called in some thread with None or the error.
         """
-        self._asking.submit(lambda hub: self.keeper.snapshot(list(self.specs.values()), done))
+
+        def asked(future: Future[None]) -> None:
+            if (error := future.exception()) is not None:
+                done(error)
+
+        work = self._asking.submit(
+            lambda hub: self.keeper.snapshot(list(self.specs.values()), done)
+        )
+        work.add_done_callback(asked)
 
     def restore(self, server: int, done: Callable[[Any], None]) -> None:
         """Gives a server that is empty its content back. Does not wait.

@@ -251,7 +251,7 @@ class ParameterServerStrategy(Strategy):
         return tuple(f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(len(self.servers)))
 
     def close(self, stop_tasks: bool = False) -> None:
-        """Ends the job.
+        """Ends the job: what is unfinished is cancelled, and what is asked for later an error.
 
         The end of the program does this, too, and stops the tasks; but where the program fails, the
         tasks and the journal stay, so that the same program, started again, goes on.

@@ -31,7 +31,7 @@ class HubThread:
     def __init__(self, make: Callable[[], Any], name: str):
         self._work: deque[tuple[Callable[[Any], Any], Future[Any] | None]] = deque()
         self._ticks: list[tuple[float, Callable[[], None]]] = []
-        self._closing = False
+        self._closing = self._ended = False
         self._waits = False
         self._hub: Any = None
         started: Future[None] = Future()
@@ -48,14 +48,20 @@ class HubThread:
             _settle(future, work, self._hub)
             return future
         if self._closing:
-            raise RuntimeError(
-                f"Expected a connection that is open. Got a use of {self._thread.name!r} after it "
-                "was closed. Make a new strategy."
-            )
+            raise self.closed()
         self._work.append((work, future))
         if self._waits:
             self._hub.wake()
+        if self._ended:  # meanwhile
+            self._refuse()
         return future
+
+    def closed(self) -> RuntimeError:
+        """The error of who uses it after it was closed."""
+        return RuntimeError(
+            f"Expected a connection that is open. Got a use of {self._thread.name!r} after it "
+            "was closed. Make a new strategy."
+        )
 
     def later(self, work: Callable[[Any], Any]) -> None:
         """Asks for `work(hub)`; in the hub's own thread it is done after the turn, not at once."""
@@ -116,8 +122,18 @@ class HubThread:
                 wait = self._tick(due)
                 self._hub.turn(0.0 if self._work else wait)
         finally:
+            self._ended = True  # before the last look: who adds something later sees it
+            self._refuse()
             with contextlib.suppress(Exception):
                 self._hub.close()
+
+    def _refuse(self) -> None:
+        """Nobody comes to what is left: who waits for it is told."""
+        with contextlib.suppress(IndexError):  # another thread does the same
+            while True:
+                _, future = self._work.popleft()
+                if future is not None:
+                    future.set_exception(self.closed())
 
     def _tick(self, due: dict[int, float]) -> float:
         """Makes the calls whose time has come; gives the seconds until the next."""
