@@ -150,9 +150,8 @@ class Dispatcher:
                     break
             batch = closure.batch
             number, found = self._state.schedule(
-                time.monotonic(), iterators=closure.needs, what=closure.family.where,
-                dataset=None if batch is None else batch[0], pushes=closure.counts,
-                parts=closure.parts,
+                time.monotonic(), closure.needs, None if batch is None else batch[0],
+                closure.counts, closure.parts, closure.family.where,
             )  # fmt: skip
             self._closures[number] = closure
             if batch is not None:
@@ -213,9 +212,7 @@ class Dispatcher:
 
     def add_worker(self, name: str, address: str) -> None:
         """A further worker takes part as soon as it is there."""
-        self._link.thread.do(
-            lambda hub: self._crew.add(name, address), "a worker to be connected", 30
-        )
+        self._link.thread.do(lambda hub: self._crew.add(name, address), "a worker to connect", 30)
         self._event(lambda s, now: s.add_worker(name, address, now))
 
     def remove_worker(self, name: str) -> None:
