@@ -67,12 +67,18 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 # Base class of inputs; `fit` takes an instance as it is. Needed: its methods and properties.
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 
-# Inputs that a backup looks into. Needed: `py_dataset`; that Grain's iterators come from
-# `get_jax_iterator()`.
+# Inputs of the user's own objects. Needed: `__init__(generator)` of the first, `get_jax_iterator()`
+# of the others, from where a backup has Grain's iterator; `py_dataset`.
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter as GeneratorDataAdapter,
+)
 from keras.src.trainers.data_adapters.grain_dataset_adapter import (
     GrainDatasetAdapter as GrainDatasetAdapter,
 )
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+    TorchDataLoaderAdapter as TorchDataLoaderAdapter,
+)
 
 # What turns an input into the batches of epochs. Needed: `steps_per_epoch`, `steps_per_execution`,
 # `data_adapter`, `_steps_seen`, `_interrupted_warning()`, `_enumerate_iterator()`, `__iter__()`.

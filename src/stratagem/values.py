@@ -223,8 +223,12 @@ def cut(value: Any, shape: tuple[int, ...]) -> Any:
     return value if value.shape == shape else value[tuple(slice(0, n) for n in shape)]
 
 
-def as_array(leaf: Any) -> np.ndarray:
+def as_array(leaf: Any, kept: bool = False) -> np.ndarray:
     """A leaf as the array that a program takes: JAX computes with 32 bits unless told otherwise.
+
+    Args:
+        leaf: an array or a number.
+        kept: whether the array is to stay as it is when `leaf` changes.
 
     Raises:
         ValueError: integers that those do not hold.
@@ -233,7 +237,7 @@ def as_array(leaf: Any) -> np.ndarray:
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
     if dtype.kind in "iu":
         check_integers(array, dtype)
-    return np.asarray(array, dtype)
+    return np.array(array, dtype, copy=True if kept and not isinstance(leaf, jax.Array) else None)
 
 
 def check_integers(array: np.ndarray, dtype: Any) -> None:

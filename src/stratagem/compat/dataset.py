@@ -14,6 +14,7 @@ from stratagem.compat import random, streams
 from stratagem.compat.recipe import Count, Pass, Recipe
 from stratagem.compat.streams import Stream, grain
 from stratagem.compat.tensors import as_dtype, stacked
+from stratagem.data.owned import owned
 
 _CYCLE = 10  # datasets that interleave opens at a time unless told
 _AHEAD = 2  # elements that prefetch(AUTOTUNE) holds ready
@@ -354,11 +355,11 @@ def _arrays(value: Any) -> Any:
 
 
 def _typed(element: Any, dtypes: Any) -> Any:
-    """An element of a generator in the dtypes that were declared, if any were."""
+    """A copy of an element of a generator, in the dtypes that were declared, if any were."""
     if dtypes is None:
-        return _arrays(element)
+        return owned(_arrays(element))
     return jax.tree.map(
-        lambda dtype, value: np.asarray(value, dtype),
+        lambda dtype, value: np.array(value, dtype),
         dtypes,
         element,
         is_leaf=lambda x: isinstance(x, np.dtype),

@@ -21,6 +21,7 @@ from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.tallies import Tallies
 from stratagem.coordinator.terms import AHEAD_SECONDS, Terms
 from stratagem.data.dealt import DealtDataset, DealtIterator
+from stratagem.data.owned import owned_array
 from stratagem.strategies.parameter_server import (
     HYBRID,
     ParameterServerStrategy,
@@ -86,6 +87,8 @@ class ClusterCoordinator:
         Args:
             fn: Python over tensors, variables, `next(iterator)`, `strategy.run`.
             args: tensors; iterators of datasets; PerWorkerValues; other objects are constants.
+                NumPy arrays are copied now, so that the program may change them at once. A JAX
+                array never changes, and is not: pass one where many closures share much.
             kwargs: likewise.
 
         Returns:
@@ -108,7 +111,8 @@ class ClusterCoordinator:
         return self.submit(call, batch=batch)
 
     def _take(self, arguments: Any) -> tuple[Any, tuple[str, int] | None]:
-        """The arguments, with a batch in the place of each dealt iterator, and which one it is.
+        """The arguments as they are now, with a batch in the place of each dealt iterator, and
+        which one it is.
 
         In a job that goes on, batches that are finished are left out.
 
@@ -119,8 +123,6 @@ class ClusterCoordinator:
         if any(isinstance(x, PerWorkerIterator) and x.element_spec is None for x in leaves):
             raise StopIteration  # no worker has any element
         dealt = [leaf for leaf in leaves if isinstance(leaf, DealtIterator)]
-        if not dealt:
-            return arguments, None
         batch = None
         if len(dealt) == 1 and self.strategy.record is not None:
             known = self._dealt.get(dealt[0])
@@ -132,7 +134,9 @@ class ClusterCoordinator:
             while (number := next(numbers)) in finished:
                 dealt[0].take()
             batch = key, number
-        taken = [leaf.take() if isinstance(leaf, DealtIterator) else leaf for leaf in leaves]
+        taken = [
+            leaf.take() if isinstance(leaf, DealtIterator) else owned_array(leaf) for leaf in leaves
+        ]
         return jax.tree.unflatten(tree, taken), batch
 
     def submit(

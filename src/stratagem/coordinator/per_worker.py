@@ -222,7 +222,8 @@ class Elements:
             leaves, self.tree = jax.tree.flatten(next(self._iterator))
         finally:
             _worker_index.reset(token)
-        return [as_array(leaf) for leaf in leaves]
+        # They are kept while others are taken, and the dataset may refill its buffers.
+        return [as_array(leaf, kept=True) for leaf in leaves]
 
     def put_back(self, elements: Sequence[list[np.ndarray]]) -> None:
         """What was taken in vain comes next again."""

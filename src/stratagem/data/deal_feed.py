@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import numpy as np
 
 from stratagem.data import blank
 from stratagem.data.adapt import Source
 from stratagem.data.batch import Element, check_structure, read_element
 from stratagem.data.distributed_dataset import Step, log_first_step
 from stratagem.data.exchange import Exchange
+from stratagem.data.owned import owned_array
 from stratagem.data.placement import Placement
 from stratagem.data.policy import AutoShardPolicy
 from stratagem.data.prefetch import Prefetch
@@ -114,6 +114,8 @@ class DealFeed:
 
     def _read(self, passes: list[Iterator[Any]]) -> Iterator[list[Element | None]]:
         times = self._local if len(passes) == 1 else 1
+        # A hand has several elements, and where there are other workers several hands wait.
+        keep = self._local > 1 or self.workers.count > 1
         readers = list(zip(passes * times, self._places * times, strict=True))
         structure = None
         index = 0
@@ -121,7 +123,7 @@ class DealFeed:
             parts: list[Element | None] = []
             for reader, where in readers:
                 with where():
-                    parts.append(_next(reader, index))
+                    parts.append(_next(reader, index, keep))
                 part = parts[-1]
                 if part is not None:
                     structure = part.treedef if structure is None else structure
@@ -147,7 +149,7 @@ class DealFeed:
                 return
             if like is None:
                 like = blank.from_json(next(filter(None, told))) if news is None else news
-            yield _filled(parts, shapes, filler, like, keep=exchange is not None)
+            yield _filled(parts, shapes, filler, like)
 
     def _tell(
         self,
@@ -278,9 +280,10 @@ class DealSteps(Iterator[Step]):
         self._hands = iter(())
 
 
-def _next(reader: Iterator[Any], index: int) -> Element | None:
+def _next(reader: Iterator[Any], index: int, keep: bool) -> Element | None:
     for element in reader:
-        return read_element(element, index)
+        leaves, treedef = read_element(element, index)
+        return Element([owned_array(x) for x in leaves] if keep else leaves, treedef)
     return None
 
 
@@ -289,15 +292,8 @@ def _filled(
     shapes: list[Shapes | None],
     filler: Shapes,
     like: Element,
-    keep: bool,
 ) -> Hand:
-    """Empty elements in place of those that are missing.
-
-    Args:
-        keep: copy the others, as their source may reuse its buffers before they are used.
-    """
+    """Empty elements in place of those that are missing."""
     empty = [[0, *shape[1:]] for shape in filler]
     whole = [blank.without_rows(like, empty) if part is None else part for part in parts]
-    if keep:
-        whole = [Element([np.array(x) for x in part.leaves], part.treedef) for part in whole]
     return Hand(whole, [empty if shape is None else shape for shape in shapes])

@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 
+from stratagem.data.adapt import SelfDescribed
+from stratagem.data.owned import owned
+
 
 class DealtDataset:
     """What `ParameterServerStrategy.experimental_distribute_dataset` returns.
@@ -27,8 +30,10 @@ class DealtDataset:
         return DealtIterator(self.batches())
 
     def batches(self) -> Iterator[Any]:
-        """The batches themselves, of one pass; for `fit`."""
-        return iter(self._dataset)
+        """The batches themselves, of one pass; for `fit`. Several wait until they are sent."""
+        batches = iter(self._dataset)
+        # Those of this package are new arrays, or parts of arrays that do not change.
+        return batches if isinstance(self._dataset, SelfDescribed) else map(owned, batches)
 
 
 class DealtIterator:

@@ -13,6 +13,7 @@ import numpy as np
 from stratagem.data.adapt import SelfDescribed, Source
 from stratagem.data.batch import Element, read_batch, read_element
 from stratagem.data.lanes import Gather, Lane, joined, next_counts
+from stratagem.data.owned import owned
 
 Reader = Callable[[str], Any]
 
@@ -274,7 +275,8 @@ def _opened(reader: Reader, path: str) -> Iterator[Any]:
             f"generator of such chunks. Got a list for {path!r}, which may be rows or chunks. "
             "Stack the rows (numpy.stack), or yield the chunks."
         )
-    return read if isinstance(read, Iterator) else iter([read])
+    # A lane keeps what is left of a chunk while it reads the next one.
+    return map(owned, read) if isinstance(read, Iterator) else iter([read])
 
 
 def _read_chunk(chunk: Any, path: str, index: int) -> Element:

@@ -13,6 +13,7 @@ import numpy as np
 
 from stratagem.data.adapt import SelfDescribed, Source
 from stratagem.data.batch import Element, check_structure, read_element
+from stratagem.data.owned import owned_array
 from stratagem.data.spec import TensorSpec, spec_of
 from stratagem.data.workers import fingerprint
 
@@ -98,7 +99,8 @@ class _Items:
                 f"{self.kind}, as a filter gives it. Filter before, so that the length counts what "
                 "is left, or batch with the library (Grain: .to_iter_dataset().batch(n))."
             )
-        element = read_element(row, number)
+        read = read_element(row, number)
+        element = Element([owned_array(leaf) for leaf in read.leaves], read.treedef)
         if self._first is None:
             self._first = element
         check_structure(self._first.treedef, element.treedef, number)

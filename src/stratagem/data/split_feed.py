@@ -11,6 +11,7 @@ from stratagem.data.adapt import Source
 from stratagem.data.anew import Dealt
 from stratagem.data.batch import Element, check_structure, read_batch
 from stratagem.data.distributed_dataset import Feed, Step, log_first_step
+from stratagem.data.owned import owned
 from stratagem.data.placement import Placement
 from stratagem.data.policy import AutoShardPolicy, rebatch_rule
 from stratagem.data.row_batches import Rows
@@ -130,7 +131,9 @@ class SplitSteps(Iterator[Step]):
         if self._feed.choose is not None:
             self._before = self.get_state()
         try:
-            self._last = next(self._batches)
+            batch = next(self._batches)
+            # A step may be dealt anew, after the batches that follow were drawn.
+            self._last = owned(batch) if self._feed.workers.may_change else batch
         except StopIteration:
             self.close()
             if self._drawn == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stratagem.keras_bridge import (
     backup,
+    kept_batches,
     layers,
     losses,
     metrics,
@@ -29,6 +30,7 @@ def install() -> None:
         trainer,
         workers,
         backup,
+        kept_batches,
         same_batches,
         served,
     ):
