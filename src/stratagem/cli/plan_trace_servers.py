@@ -136,15 +136,15 @@ def replaced(
 
     sends = True
 
-    def note(program: Any, homes: Any, local: Any = ()) -> Parts:
+    def note(program: Any, homes: Any, local: Any = (), **how: Any) -> Parts:
         nonlocal sends
         sends = False  # here it is only asked of which tables sums are enough
-        tables = divide(program, homes, local, by_lookup=True).tables
+        tables = divide(program, homes, local, by_lookup=True, **how).tables
         sends = True
         seen.pooled = {t.vid: t for t in tables if t.bags and not t.servers}
         seen.program, seen.shipped = program, []
         # What a worker does beside its program is counted as if it were in it.
-        return divide(program, homes, local, by_lookup=False)
+        return divide(program, homes, local, by_lookup=False, **how)
 
     def noted(function: Callable[..., Any], inputs: Sequence[Any]) -> bytes:
         if not sends:
