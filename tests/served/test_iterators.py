@@ -294,6 +294,31 @@ def test_iterators_that_are_no_arguments(served):
     coordinator.join()
 
 
+@pytest.mark.parametrize("loop", [list, lambda it: [x + 1 for x in it], lambda it: max(*it)])
+def test_loops_over_iterators_are_refused_at_once(served, loop):
+    coordinator = ClusterCoordinator(served(1, 1))
+    iterator = iter(coordinator.create_per_worker_dataset(counting(0)))
+    with pytest.raises(NotImplementedError, match="Got a loop over the iterator.*have no end"):
+        coordinator.schedule(lambda it: loop(it), (iterator,))
+
+
+def test_names_of_tensorflow(served):
+    strategy = served(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    each = iter(coordinator.create_per_worker_dataset(counting(0)))
+    dealt = iter(strategy.experimental_distribute_dataset([np.float32(i) for i in range(3)]))
+    for iterator in (each, dealt):
+        assert coordinator.schedule(lambda it: it.get_next() + 1, (iterator,)).fetch() == 1
+        with pytest.raises(NotImplementedError, match="Got get_next_as_optional.*ask is_ok"):
+            coordinator.schedule(lambda it: it.get_next_as_optional(), (iterator,))
+        with pytest.raises(NotImplementedError, match="Got get_next_as_optional"):
+            iterator.get_next_as_optional()
+        with pytest.raises(
+            (NotImplementedError, ValueError), match=r"Expected next\(iterator\) in"
+        ):
+            iterator.get_next()
+
+
 def broken():
     raise KeyError("no such file")
     yield

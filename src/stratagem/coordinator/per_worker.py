@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from stratagem import context
 from stratagem.data import InputContext
+from stratagem.data.dealt import ClosureIterator
 from stratagem.data.numbered import NumberedBatches
 from stratagem.step import primitives
 from stratagem.values import as_array
@@ -80,7 +81,7 @@ class PerWorkerDataset:
         return iter(self).element_spec
 
 
-class PerWorkerIterator:
+class PerWorkerIterator(ClosureIterator):
     """An iterator that each worker has one of. `next` of it works in a scheduled function.
 
     The workers forget it when the program has let go of it, and no closure needs it any more.
@@ -95,9 +96,6 @@ class PerWorkerIterator:
         self.number = number
         self.element_spec = element
         self._places: dict[int, Place] = {}
-
-    def __iter__(self) -> PerWorkerIterator:
-        return self
 
     def __next__(self) -> Any:
         raise NotImplementedError(
@@ -114,7 +112,7 @@ class PerWorkerIterator:
         return self._places[position]
 
 
-class Place:
+class Place(ClosureIterator):
     """An iterator in a function that is traced: which one of those that it takes.
 
     Equal for all iterators with such elements, so that one program serves them.
@@ -136,8 +134,13 @@ class Place:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __iter__(self) -> Place:
-        return self
+    def __iter__(self) -> NoReturn:
+        raise NotImplementedError(
+            "Expected next(iterator) in a scheduled function. Got a loop over the iterator (for, "
+            "list, zip or iter), which would have no end: the function is traced, and takes as "
+            "many elements as it calls next. Take one with next(iterator), and schedule a closure "
+            "for each."
+        )
 
     def __next__(self) -> Any:
         reading = _reading.get()

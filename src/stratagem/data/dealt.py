@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -36,14 +36,28 @@ class DealtDataset:
         return batches if isinstance(self._dataset, SelfDescribed) else map(owned, batches)
 
 
-class DealtIterator:
+class ClosureIterator(Iterator[Any]):
+    """An iterator of scheduled functions, with what TensorFlow's has besides `next`."""
+
+    def get_next(self) -> Any:
+        """`next`."""
+        return next(self)
+
+    def get_next_as_optional(self) -> NoReturn:
+        """Not available."""
+        raise NotImplementedError(
+            "Expected next(iterator) or get_next() in a scheduled function. Got "
+            "get_next_as_optional(): whether there is a further element is not known while the "
+            "function is traced. Call next(iterator), and ask is_ok() of what schedule returns, "
+            "which is False where the data have ended."
+        )
+
+
+class DealtIterator(ClosureIterator):
     """One pass over a DealtDataset: an argument of `schedule`, which takes a batch a call."""
 
     def __init__(self, batches: Iterator[Any]):
         self._batches = batches
-
-    def __iter__(self) -> DealtIterator:
-        return self
 
     def __next__(self) -> Any:
         raise ValueError(
@@ -60,16 +74,13 @@ class DealtIterator:
         return Element(next(self._batches))
 
 
-@jax.tree_util.register_pytree_node_class
-class Element:
+@jax.tree_util.register_pytree_with_keys_class
+class Element(ClosureIterator):
     """The batch of one closure; in the function that is traced it is the iterator."""
 
     def __init__(self, batch: Any):
         self.batch = batch
         self._taken = False
-
-    def __iter__(self) -> Element:
-        return self
 
     def __next__(self) -> Any:
         if self._taken:
@@ -80,9 +91,9 @@ class Element:
         self._taken = True
         return self.batch
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], None]:
         """For JAX: the batch is what goes along."""
-        return (self.batch,), None
+        return ((jax.tree_util.GetAttrKey("batch"), self.batch),), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: tuple[Any, ...]) -> Element:
