@@ -294,6 +294,56 @@ def test_iterators_that_are_no_arguments(served):
     coordinator.join()
 
 
+def taking(coordinator, step, elements):
+    """What a step gives for each of these elements, one a closure."""
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: elements))
+    return coordinator.fetch([coordinator.schedule(step, (iterator,)) for _ in elements])
+
+
+def test_another_structure_is_another_program(served, divided):
+    coordinator = ClusterCoordinator(served(1, 1))
+    one = np.float32(1)
+    with_y = [{"x": one, "y": 2 * one} if i % 2 else {"w": 7 * one, "x": one} for i in range(6)]
+    step = lambda it: next(it).get("y", jnp.float32(0))  # noqa: E731
+    assert taking(coordinator, step, with_y) == [0, 2] * 3
+    assert len(divided) == 2
+    more = [{"w": 7 * one, "x": one} if i % 2 else {"x": one} for i in range(4)]
+    assert taking(coordinator, lambda it: next(it)["x"], more) == [1] * 4
+    nothing = [(one, None) if i % 2 else (None, one) for i in range(4)]
+    assert taking(coordinator, lambda it: jnp.float32(next(it)[0] is None), nothing) == [1, 0] * 2
+
+
+def test_a_key_that_is_missing_in_one_element(served):
+    coordinator = ClusterCoordinator(served(1, 1))
+    elements = [{"x": np.ones(1), "y": np.ones(1)}, {"w": np.ones(1), "x": np.ones(1)}]
+    with pytest.raises(KeyError, match="y"):
+        taking(coordinator, lambda it: next(it)["y"], elements)
+
+
+def test_elements_put_back_keep_their_structure(served):
+    """The first closure takes two, and finds that it needs another program."""
+    coordinator = ClusterCoordinator(served(1, 1))
+    one = np.float32(1)
+    elements = [{"a": one}, {"b": 2 * one}, {"a": 3 * one}, {"b": 4 * one}]
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: elements))
+    step = lambda it: next(it)["a"] + sum(next(it).values())  # noqa: E731
+    assert coordinator.fetch([coordinator.schedule(step, (iterator,)) for _ in range(2)]) == [3, 7]
+
+
+def test_elements_that_nothing_is_made_of_are_taken(served):
+    coordinator = ClusterCoordinator(served(1, 1))
+    iterator = iter(coordinator.create_per_worker_dataset(counting(0)))
+
+    def second(it):
+        next(it)
+        return next(it)
+
+    assert coordinator.schedule(second, (iterator,)).fetch() == 1
+    value = coordinator.schedule(second, (iterator,))
+    coordinator.join()
+    assert value.ended
+
+
 @pytest.mark.parametrize("loop", [list, lambda it: [x + 1 for x in it], lambda it: max(*it)])
 def test_loops_over_iterators_are_refused_at_once(served, loop):
     coordinator = ClusterCoordinator(served(1, 1))

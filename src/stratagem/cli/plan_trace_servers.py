@@ -22,7 +22,7 @@ import numpy as np
 
 from stratagem.cli import plan_trace
 from stratagem.coordinator import ClusterCoordinator
-from stratagem.coordinator.per_worker import Elements
+from stratagem.coordinator.per_worker import Elements, spec_of
 from stratagem.coordinator.plans import Call, Plans
 from stratagem.coordinator.tallies import Tallies
 from stratagem.keras_bridge.served import ServedStep
@@ -178,12 +178,11 @@ class _Dispatcher:
         self.let_go: list[int] = []
 
     def open_iterator(self, number: int, pickled: bytes, seconds: float) -> Any:
-        elements = Elements(pickled, 0)
-        first = elements.take()
+        first = Elements(pickled, 0).take()
         self._seen.given = self._seen.given or _rows(first)
         first = _resized(first, self._seen.given, self._planned)
-        self._seen.elements[number] = first
-        return elements.spec_of(first)
+        self._seen.elements[number] = first.leaves
+        return spec_of(first)
 
     def ask(self, what: str) -> bool:
         return True

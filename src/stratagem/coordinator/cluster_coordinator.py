@@ -15,6 +15,7 @@ from stratagem.coordinator import remote_value
 from stratagem.coordinator.consistency import rule
 from stratagem.coordinator.dispatcher import Dispatcher
 from stratagem.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from stratagem.coordinator.per_worker_values import open_values
 from stratagem.coordinator.plans import Call, Plan, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.coordinator.scheduled import Scheduled
@@ -97,6 +98,7 @@ class ClusterCoordinator:
 
         Raises:
             ValueError: a RemoteValue among the arguments.
+            TypeError: arrays of text or objects among them.
             Exception: what an earlier closure raised, once.
         """
         fn, arguments = _checked(fn, args, kwargs)
@@ -230,9 +232,6 @@ class ClusterCoordinator:
         if isinstance(dataset_fn, DealtDataset):
             return dataset_fn
         dataset_fn = getattr(dataset_fn, "python_function", dataset_fn)  # of a stratagem.function
-        if not callable(dataset_fn):
-            dataset = dataset_fn
-            dataset_fn = lambda: dataset  # noqa: E731
         return PerWorkerDataset(dataset_fn, self.open_iterator)
 
     def open_iterator(self, pickled: bytes) -> PerWorkerIterator:
@@ -268,7 +267,7 @@ def _checked(fn: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[tuple[Any, ...
         raise ValueError(
             f"Expected args as a list or tuple. Got {type(args).__name__}. Write args=(x,)."
         )
-    arguments = (tuple(args or ()), dict(kwargs or {}))
+    arguments = open_values((tuple(args or ()), dict(kwargs or {})))
     if any(isinstance(leaf, RemoteValue) for leaf in jax.tree.leaves(arguments)):
         raise ValueError(
             "Expected tensors, iterators or Python objects as arguments of a scheduled function. "

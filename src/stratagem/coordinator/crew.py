@@ -14,6 +14,7 @@ import cloudpickle
 import numpy as np
 
 from stratagem.coordinator.presence import other_job, why_lost
+from stratagem.coordinator.replies import error_of
 from stratagem.errors import PeerLostError, PeerTimeoutError
 from stratagem.transport import several
 from stratagem.transport.message import Message
@@ -352,6 +353,9 @@ class Crew:
             pass  # it is known; or others say, or itself when it is back
         elif isinstance(answer, Exception):
             opening.fail(other_job(answer) or answer)
+        elif "outcome" in answer.fields:  # an error of the dataset function
+            where = str(member.peer)
+            opening.fail(error_of(answer, where, "The dataset function ran on"))
         elif answer.method == "ended":
             opening.empty = True
         else:

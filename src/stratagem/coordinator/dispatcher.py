@@ -26,7 +26,8 @@ from stratagem.coordinator.flights import Question
 from stratagem.coordinator.guard import Guard
 from stratagem.coordinator.plans import Plan
 from stratagem.coordinator.record import Record
-from stratagem.coordinator.scheduled import Scheduled, error_of
+from stratagem.coordinator.replies import error_of
+from stratagem.coordinator.scheduled import Scheduled
 from stratagem.coordinator.state import State, Terms
 from stratagem.coordinator.watermark import Watermark
 from stratagem.errors import JobMismatchError, RemoteError

@@ -33,7 +33,7 @@ class Variant:
         self.staged = fields["staged"]
         self.units = {uid: Unit(uid, tuple(vids), {}) for uid, vids in fields["units"]}
         self.zeros = [np.zeros(shape, dtype) for shape, dtype in fields["local"]]
-        self.elements = sorted({tuple(g.key[:2]) for g in parts.given if g.kind == "element"})
+        self.elements = [(p, turn) for p, turn in fields["elements"]]
 
     def handed(self, item: Mapping[str, Any], share: float) -> Sequence[tuple[str, np.ndarray]]:
         """What an update is handed. What does not wait for its round is weighed as in a round, so

@@ -1,11 +1,11 @@
-"""What each worker has its own of: values, and datasets that the workers read themselves."""
+"""Datasets that each worker has its own of, and reads itself."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
-import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from stratagem import context
-from stratagem.data import InputContext
+from stratagem.coordinator.dataset_functions import dataset_of, pickled
+from stratagem.data.batch import Element, read_element
 from stratagem.data.dealt import ClosureIterator
 from stratagem.data.numbered import NumberedBatches
 from stratagem.step import primitives
@@ -23,6 +24,7 @@ from stratagem.values import as_array
 _reading: contextvars.ContextVar[Reading | None] = contextvars.ContextVar(
     "stratagem_elements", default=None
 )
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object that has no text of its own
 _worker_index: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "stratagem_worker_index", default=None
 )
@@ -43,25 +45,6 @@ class Reading:
     seen: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
 
-class PerWorkerValues:
-    """One value a worker: as an argument of a scheduled function, each worker gets its own.
-
-    Args:
-        values: by worker index.
-    """
-
-    def __init__(self, values: Sequence[Any]):
-        self._values = tuple(values)
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The values, by worker index."""
-        return self._values
-
-    def __repr__(self) -> str:
-        return f"PerWorkerValues({list(self._values)})"
-
-
 class PerWorkerDataset:
     """What `create_per_worker_dataset` returns; `iter` of it goes to `schedule` as an argument.
 
@@ -69,7 +52,7 @@ class PerWorkerDataset:
     """
 
     def __init__(self, dataset_fn: Callable[..., Any], open_iterator: Callable[[bytes], Any]):
-        self._pickled = cloudpickle.dumps(dataset_fn)
+        self._pickled = pickled(dataset_fn)
         self._open = open_iterator
 
     def __iter__(self) -> PerWorkerIterator:
@@ -201,34 +184,36 @@ class Elements:
         self._make = cloudpickle.loads(pickled)
         self._index = index
         self._iterator: Iterator[Any] | None = None
-        self._back: list[list[np.ndarray]] = []
-        self.tree: Any = None
+        self._back: list[Element] = []
+        self._count = 0  # elements of the dataset that were read
 
-    def take(self, at: Sequence[int] | None = None) -> list[np.ndarray]:
-        """The next element's leaves.
+    def take(self, at: Sequence[int] | None = None) -> Element:
+        """The next element.
 
         Args:
             at: which one, of `data.numbered.NumberedBatches`; they have no next one.
 
         Raises:
             StopIteration: there is none.
+            TypeError: the dataset function gives no dataset, or the element is none of arrays.
         """
         if at is not None:
-            leaves, self.tree = jax.tree.flatten(self._make.read(*at))
-            return [as_array(leaf) for leaf in leaves]
+            leaves, tree = jax.tree.flatten(self._make.read(*at))
+            return Element([as_array(leaf) for leaf in leaves], tree)
         if self._back:
             return self._back.pop(0)
         token = _worker_index.set(self._index)
         try:
             if self._iterator is None:
-                self._iterator = iter(_dataset(self._make))
-            leaves, self.tree = jax.tree.flatten(next(self._iterator))
+                self._iterator = iter(dataset_of(self._make))
+            leaves, tree = read_element(next(self._iterator), self._count)
         finally:
             _worker_index.reset(token)
+        self._count += 1
         # They are kept while others are taken, and the dataset may refill its buffers.
-        return [as_array(leaf, kept=True) for leaf in leaves]
+        return Element([as_array(leaf, kept=True) for leaf in leaves], tree)
 
-    def put_back(self, elements: Sequence[list[np.ndarray]]) -> None:
+    def put_back(self, elements: Sequence[Element]) -> None:
         """What was taken in vain comes next again."""
         if not isinstance(self._make, NumberedBatches):
             self._back[:0] = elements
@@ -238,12 +223,7 @@ class Elements:
         first = (0, 0, 0, 1 << 62)
         element = self.take(first if isinstance(self._make, NumberedBatches) else None)
         self.put_back([element])
-        return self.spec_of(element)
-
-    def spec_of(self, element: list[np.ndarray]) -> Any:
-        """Shapes and dtypes of an element, as a structure."""
-        specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in element]
-        return jax.tree.unflatten(self.tree, specs)
+        return spec_of(element)
 
 
 class Taken:
@@ -254,13 +234,13 @@ class Taken:
         numbers: of the closure's own, by position.
 
     Attributes:
-        arrays: leaves of each element, by position of its iterator and turn.
+        elements: by position of their iterator and turn.
     """
 
     def __init__(self, iterators: Mapping[int, Elements], numbers: Sequence[int]):
         self._iterators, self._numbers = iterators, numbers
         self._sources: dict[int, Elements] = {}  # that it may put back, even when they are gone
-        self.arrays: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.elements: dict[tuple[int, int], Element] = {}
 
     def take(self, position: int, turn: int, at: Sequence[int] | None) -> None:
         """Takes the next element of an iterator; `at` as of `Elements.take`.
@@ -271,19 +251,19 @@ class Taken:
         number = self._numbers[position]
         source = self._sources.setdefault(position, self._iterators[number])
         try:
-            self.arrays[position, turn] = source.take(at)
+            self.elements[position, turn] = source.take(at)
         except StopIteration:
             raise Ended(number) from None
 
     def specs(self) -> dict[tuple[int, int], Any]:
         """Shapes and dtypes of each element, as a structure."""
-        return {key: self._sources[key[0]].spec_of(e) for key, e in self.arrays.items()}
+        return {key: spec_of(element) for key, element in self.elements.items()}
 
     def put_back(self) -> None:
         """They come next again."""
         for position, source in self._sources.items():
-            mine = [key for key in sorted(self.arrays) if key[0] == position]
-            source.put_back([self.arrays.pop(key) for key in mine])
+            mine = [key for key in sorted(self.elements) if key[0] == position]
+            source.put_back([self.elements.pop(key) for key in mine])
 
 
 class Ended(Exception):
@@ -294,21 +274,19 @@ class Ended(Exception):
         self.iterator = iterator
 
 
-def _dataset(make: Any) -> Any:
-    """What a user's dataset function gives; some take an InputContext."""
-    takes = [
-        p
-        for p in inspect.signature(make).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    made = make(InputContext(1, 0, 1)) if takes else make()
-    # `strategy.distribute_datasets_from_function(fn)` in it gives the function.
-    return _dataset(made) if callable(made) and not hasattr(made, "__iter__") else made
+def spec_of(element: Element) -> Any:
+    """Shapes and dtypes of an element, as a structure."""
+    specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in element.leaves]
+    return jax.tree.unflatten(element.treedef, specs)
 
 
-def variant_key(elements: Mapping[tuple[int, int], Sequence[Any]]) -> str:
-    """Names the shapes of the elements of a closure; the same for specs and for arrays."""
+def variant_key(elements: Mapping[tuple[int, int], Element]) -> str:
+    """Names structure and shapes of the elements of a closure.
+
+    The same for specs and for arrays, and in all processes.
+    """
     return ";".join(
-        f"{position}.{turn}:" + ",".join(f"{np.dtype(x.dtype)}{tuple(x.shape)}" for x in leaves)
-        for (position, turn), leaves in sorted(elements.items(), key=lambda item: item[0])
+        f"{position}.{turn}:{_ADDRESS.sub('', str(tree))}:"
+        + ",".join(f"{np.dtype(x.dtype)}{tuple(x.shape)}" for x in leaves)
+        for (position, turn), (leaves, tree) in sorted(elements.items(), key=lambda item: item[0])
     )

@@ -14,13 +14,10 @@ import jax
 import numpy as np
 
 from stratagem import context, variables
-from stratagem.coordinator.per_worker import (
-    PerWorkerIterator,
-    PerWorkerValues,
-    Reading,
-    read_by,
-    variant_key,
-)
+from stratagem.coordinator.arrays import check_numbers
+from stratagem.coordinator.per_worker import PerWorkerIterator, Reading, read_by, variant_key
+from stratagem.coordinator.per_worker_values import WorkerArrays
+from stratagem.data.batch import Element
 from stratagem.parameter_server.plan import Spec
 from stratagem.step import apart, tape
 from stratagem.step.arguments import Argument, describe, flatten
@@ -42,11 +39,14 @@ class Plan:
         number: unique in the job.
         parts: what they do; `parts.unpack` makes the function's result.
         local: variables of the coordinator, to which each closure adds (metrics).
+        elements: position and turn of each element that is taken, also of those that nothing is
+            made of.
     """
 
     number: int
     parts: apart.Parts
     local: list[Any]
+    elements: list[tuple[int, int]]
 
     def to_wire(
         self, specs: Mapping[int, Spec], staged: list[Any] | None
@@ -67,6 +67,7 @@ class Plan:
             "units": [[unit.uid, list(unit.vids)] for unit in self.parts.units],
             "local": [[list(v.shape), str(v.dtype)] for v in self.local],
             "staged": staged,
+            "elements": [list(key) for key in self.elements],
         }
         return fields, [np.frombuffer(blob, np.uint8) for blob in blobs]
 
@@ -97,8 +98,8 @@ class Family:
 
     def variant(self, specs: dict[tuple[int, int], Any]) -> Plan:
         """The plan for elements of these shapes; made if there is none."""
-        leaves = {key: jax.tree.leaves(spec) for key, spec in specs.items()}
-        if (known := self.plans.get(variant_key(leaves))) is not None:
+        elements = {key: Element(*jax.tree.flatten(spec)) for key, spec in specs.items()}
+        if (known := self.plans.get(variant_key(elements))) is not None:
             return known
         key, plan = self.make(specs)
         return self.plans.setdefault(key, plan)
@@ -148,12 +149,13 @@ class Plans:
 
         Args:
             fn: ordinary Python over tensors and Keras variables; traced as `run` does.
-            args: its positional arguments.
+            args: its positional arguments, with `WorkerArrays` for what each worker has its own
+                of.
             kwargs: its keyword arguments.
         """
         leaves, tree, keys = flatten((args, kwargs))
         first, iterators = leaves, []
-        if any(isinstance(leaf, (PerWorkerValues, PerWorkerIterator)) for leaf in leaves):
+        if any(isinstance(leaf, (WorkerArrays, PerWorkerIterator)) for leaf in leaves):
             found = dict.fromkeys(x for x in leaves if isinstance(x, PerWorkerIterator))
             iterators = list(found)
             first = [_as_traced(leaf, iterators) for leaf in leaves]
@@ -169,17 +171,18 @@ class Plans:
         return Call(family, [_arrays(leaves[i]) for i in family.dynamic], iterators)
 
     def _new(self, fn: Callable[..., Any], tree: Any, leaves: list[Any]) -> Family:
+        _check_numbers(jax.tree.unflatten(tree, leaves))
         described = [describe(leaf) for leaf in leaves]
 
         def make(specs: dict[tuple[int, int], Any]) -> tuple[str, Plan]:
             with self._lock:
                 reading = Reading(specs)
                 plan = self._make(fn, tree, described, reading)
-                elements = {k: jax.tree.leaves(v) for k, v in reading.seen.items()}
+                elements = {k: Element(*jax.tree.flatten(v)) for k, v in reading.seen.items()}
                 return variant_key(elements), plan
 
         key, plan = make({})
-        reads = tuple(sorted({g.key[0] for g in plan.parts.given if g.kind == "element"}))
+        reads = tuple(sorted({position for position, _ in plan.elements}))
         dynamic = [i for i, d in enumerate(described) if isinstance(d, Argument)]
         return Family(next(self._numbers), make, {key: plan}, dynamic, reads, _where(fn))
 
@@ -208,7 +211,7 @@ class Plans:
         parts = apart.divide(program, strategy.home_of, local, in_rounds=in_rounds)
         self._warn_of_parts(parts)
         strategy.link.install(parts.units)
-        return Plan(next(self._numbers), parts, local)
+        return Plan(next(self._numbers), parts, local, sorted(reading.seen))
 
     def _trace(
         self, fn: Callable[..., Any], tree: Any, described: list[Any], reading: Reading
@@ -264,14 +267,19 @@ def _as_traced(leaf: Any, iterators: Sequence[PerWorkerIterator]) -> Any:
     """What a function is traced with in the place of a leaf."""
     if isinstance(leaf, PerWorkerIterator):
         return leaf.at(iterators.index(leaf))
-    return leaf.values[0] if isinstance(leaf, PerWorkerValues) else leaf
+    return leaf.values[0] if isinstance(leaf, WorkerArrays) else leaf
 
 
 def _arrays(leaf: Any) -> Any:
     """What goes along for an argument: its array, or one a worker."""
-    if isinstance(leaf, PerWorkerValues):
-        return PerWorkerValues([as_array(x) for x in leaf.values])
-    return as_array(leaf)
+    return leaf if isinstance(leaf, WorkerArrays) else as_array(leaf)
+
+
+def _check_numbers(call: tuple[Any, Any]) -> None:
+    """Refuses arguments that programs cannot take; names them."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(call)[0]:
+        which = "kwargs" if path[0] == jax.tree_util.SequenceKey(1) else "args"
+        check_numbers(leaf, which + jax.tree_util.keystr(path[1:]))
 
 
 def _check_local(program: Program, local: Sequence[Any]) -> None:

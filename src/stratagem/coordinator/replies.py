@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from stratagem.errors import RemoteError
 from stratagem.transport import several
 from stratagem.transport.message import Message
 
@@ -52,6 +53,21 @@ def failure(error: Exception) -> Message:
     return outcome(
         "error", arrays=(pickled,), kind=type(error).__name__, text=str(error), traceback=text
     )
+
+
+def error_of(
+    answer: Message, where: str, what: str = "The function that was scheduled"
+) -> BaseException:
+    """The error of a `failure`, as it was raised on the worker, with what it was raised by."""
+    fields = answer.fields
+    error: BaseException
+    try:
+        error = cloudpickle.loads(answer.arrays[0].tobytes())
+    except Exception:  # an exception may hold anything
+        error = RemoteError("a worker", "run", fields["kind"], fields["text"])
+    error.add_note("On the worker:\n" + fields["traceback"])
+    error.add_note(f"{what}: {where}")
+    return error
 
 
 def as_array(data: bytes) -> np.ndarray:

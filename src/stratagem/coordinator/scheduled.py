@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from stratagem.coordinator.instructions import Dispatch, Resolution
-from stratagem.coordinator.per_worker import PerWorkerIterator, PerWorkerValues
+from stratagem.coordinator.per_worker import PerWorkerIterator
+from stratagem.coordinator.per_worker_values import WorkerArrays
 from stratagem.coordinator.plans import Family
 from stratagem.coordinator.remote_value import RemoteValue
-from stratagem.errors import RemoteError
-from stratagem.transport.message import Message
 
 
 @dataclasses.dataclass
@@ -77,7 +75,7 @@ class Scheduled:
         Raises:
             ValueError: there is none for this worker in a PerWorkerValues.
         """
-        return [_of(a, worker) if isinstance(a, PerWorkerValues) else a for a in self.arrays]
+        return [_of(a, worker) if isinstance(a, WorkerArrays) else a for a in self.arrays]
 
     def resolve(self, outcome: Resolution, result: Any) -> None:
         """Gives its result, or what became of it, to where it goes. In the coordinator's thread."""
@@ -96,20 +94,7 @@ class Scheduled:
             self.value.set_result(plan.parts.unpack(list(arrays[:count])))
 
 
-def error_of(answer: Message, where: str) -> BaseException:
-    """The error of a closure, as it was raised on the worker, with where that was."""
-    fields = answer.fields
-    error: BaseException
-    try:
-        error = cloudpickle.loads(answer.arrays[0].tobytes())
-    except Exception:  # an exception may hold anything
-        error = RemoteError("a worker", "run", fields["kind"], fields["text"])
-    error.add_note("On the worker:\n" + fields["traceback"])
-    error.add_note(f"The function that was scheduled: {where}")
-    return error
-
-
-def _of(values: PerWorkerValues, worker: int) -> np.ndarray:
+def _of(values: WorkerArrays, worker: int) -> np.ndarray:
     if worker >= len(values.values):
         raise ValueError(
             f"PerWorkerValues: expected a value for each worker. Got {len(values.values)}, and "

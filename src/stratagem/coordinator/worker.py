@@ -266,13 +266,15 @@ class _Computer:
 
     def _iterator(self, request: Any) -> Message:
         number = request.fields["iterator"]
-        if number not in self._iterators:
-            (pickled,) = request.arrays
-            self._iterators[number] = Elements(pickled.tobytes(), self._index)
         try:
+            if number not in self._iterators:
+                (pickled,) = request.arrays
+                self._iterators[number] = Elements(pickled.tobytes(), self._index)
             spec = self._iterators[number].spec()
         except StopIteration:
             return Message("ended", {}, ())
+        except Exception as error:  # the user's
+            return failure(error)
         return Message("opened", {}, (as_array(cloudpickle.dumps(spec)),))
 
     def _forget(self, request: Any) -> Message:
@@ -322,7 +324,7 @@ class _Computer:
         self._families[fields["family"]] = variants  # last, as the latest in use
         for position, turn in next(iter(variants.values())).elements:
             taken.take(position, turn, fields["at"])
-        variant = variants.get(variant_key(taken.arrays))
+        variant = variants.get(variant_key(taken.elements))
         if variant is None:
             specs = taken.specs()
             taken.put_back()
@@ -369,7 +371,7 @@ class _Computer:
         """A value that a program has from its worker; see `primitives.given`."""
         if given.kind == "element":
             position, turn, leaf = given.key
-            return taken.arrays[position, turn][leaf]
+            return taken.elements[position, turn].leaves[leaf]
         if given.kind == "worker":
             return np.asarray(self._index, given.dtype)
         if given.kind == "staleness":  # how late the next push comes is not known: as the last one
