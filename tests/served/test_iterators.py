@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.coordinator import ClusterCoordinator, crew
+from stratagem.coordinator import ClusterCoordinator, crew, opening
 from stratagem.coordinator.terms import Terms
 from stratagem.step import apart
 from stratagem.utils import DatasetCreator
@@ -226,7 +226,7 @@ def test_who_has_not_come_yet_has_a_say_in_whether_data_are_empty(
     served, monkeypatch, caplog, comes
 ):
     """Workers of a job do not start at once; and who never comes is not waited for for ever."""
-    monkeypatch.setattr(crew, "_COME_SECONDS", SECONDS if comes else 0.2)
+    monkeypatch.setattr(opening, "COME_SECONDS", SECONDS if comes else 0.2)
     strategy = served(2, 1)
     strategy.cluster.stop("worker", 1)
     coordinator = ClusterCoordinator(strategy)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
+from stratagem.coordinator import opening as openings
+from stratagem.coordinator.opening import Opening
 from stratagem.coordinator.presence import other_job, why_lost
 from stratagem.coordinator.replies import error_of
 from stratagem.errors import PeerLostError, PeerTimeoutError
@@ -21,7 +21,6 @@ from stratagem.transport.message import Message
 
 _SETUP_SECONDS = 30.0
 _PROGRAM_SECONDS = 300.0
-_COME_SECONDS = 60.0  # in which a worker has to come to have a say in whether data are empty
 _WARN_SECONDS = 60.0  # after which it is told that a dataset is being opened, and how often then
 _CLOSURE_SECONDS = 1e9  # a step may take any time; a worker that has died is silent
 
@@ -62,37 +61,6 @@ class Run(NamedTuple):
     fields: dict[str, Any]
     arrays: Sequence[np.ndarray]
     done: Callable[[Message | Exception], None]
-
-
-@dataclasses.dataclass
-class Opening:
-    """An iterator that workers open.
-
-    Attributes:
-        first: shapes and dtypes of the first element of whichever has one and answers first.
-        awaited: the workers that have not answered; also those that have not come yet.
-        empty: whether one has answered that it has no element.
-        until: when those are not awaited any more that have not come.
-        at_work: who opens it now, and since when.
-    """
-
-    first: Future[Any] = dataclasses.field(default_factory=Future)
-    awaited: set[str] = dataclasses.field(default_factory=set)
-    empty: bool = False
-    until: float = dataclasses.field(default_factory=lambda: time.monotonic() + _COME_SECONDS)
-    at_work: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def fail(self, error: Exception) -> None:
-        """It cannot be opened, unless it is already."""
-        if not self.first.done():
-            self.first.set_exception(error)
-
-    def settle(self, name: str) -> None:
-        """A worker has answered, or is lost; where none of the others has an element, none has."""
-        self.awaited.discard(name)
-        self.at_work.pop(name, None)
-        if self.empty and not self.awaited and not self.first.done():
-            self.first.set_result(None)
 
 
 class Crew:
@@ -169,7 +137,7 @@ class Crew:
                     _log.warning(
                         "A dataset is empty where it was opened, and %s has not come in %g s: it "
                         "is taken to have none either. Start it earlier.",
-                        member.peer, _COME_SECONDS,
+                        member.peer, openings.COME_SECONDS,
                     )  # fmt: skip
                     opening.settle(member.name)
         if time.monotonic() - self._warned >= _WARN_SECONDS:

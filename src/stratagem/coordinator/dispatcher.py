@@ -370,12 +370,10 @@ class Dispatcher:
             result = (fields["variant"], answer.arrays)
         ended = fields.get("iterator")
         rows = 0 if closure is None else closure.rows or 0
-        self._event(
-            lambda s, now: finished(
-                s, outcome=outcome, result=result, now=now, rows=rows,
-                staleness=fields.get("staleness"), iterator=None if ended is None else str(ended),
-            )
-        )  # fmt: skip
+        self._event(lambda s, now: finished(
+            s, outcome=outcome, result=result, now=now, rows=rows,
+            staleness=fields.get("staleness"), iterator=None if ended is None else str(ended),
+        ))  # fmt: skip
 
     def _trace(self, what: do.Dispatch, answer: Message, finished: Callable[..., Any]) -> None:
         """Makes the plan for elements that no plan is for. In the tracer's thread."""
