@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.coordinator import ClusterCoordinator, PerWorkerValues
+from stratagem.coordinator import ClusterCoordinator, PerWorkerValues, crew
 from stratagem.coordinator.crew import Crew
-from stratagem.errors import BackupMismatchError, MalformedMessageError
+from stratagem.errors import BackupMismatchError, MalformedMessageError, PeerTimeoutError
+from stratagem.strategies import served_cluster
 
 SECONDS = 30.0  # longer than anything here takes
 
@@ -167,6 +169,45 @@ def test_the_end_of_a_job_says_nothing_of_lost_workers(served, caplog):
     strategy.close(stop_tasks=True)
     assert time.monotonic() - began < 4.5  # the launcher starts again who left 5 s before the chief
     assert "lost" not in caplog.text
+
+
+def test_a_server_that_does_not_come_is_named(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(served_cluster, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(served_cluster, "_AGAIN_SECONDS", 0.3)
+    made = cluster(1, 2)
+    made.stop("ps", 1)
+    with pytest.raises(PeerTimeoutError, match="ps 1 at .*never heard"):
+        stratagem.ParameterServerStrategy(made.resolver, connect_seconds=2.0)
+    where = made.spec.task_address("ps", 1)
+    said = rf"Waiting for ps 1 at {where}, since \d s and up to 2 s. Start what is not started;"
+    assert len(re.findall(said, caplog.text)) > 1
+
+
+def test_who_waits_for_servers_can_be_interrupted(cluster, monkeypatch):
+    monkeypatch.setattr(served_cluster, "_PATIENCE_SECONDS", 0.3)
+    made = cluster(1, 1)
+    made.stop("ps", 0)
+
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(served_cluster._log, "warning", interrupt)  # as it would say who is missing
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stratagem.ParameterServerStrategy(made.resolver)
+    assert time.monotonic() - began < SECONDS
+
+
+def test_a_worker_that_does_not_come_is_named_once(served, monkeypatch, caplog):
+    monkeypatch.setattr(crew, "_COME_SECONDS", 0.3)
+    strategy = served(2, 1)
+    strategy.cluster.stop("worker", 1)
+    assert int(ClusterCoordinator(strategy).schedule(lambda: np.int32(1) + 1).fetch()) == 2
+    wait_for(lambda: "has not come" in caplog.text)
+    time.sleep(0.6)
+    where = strategy.cluster.spec.task_address("worker", 1)
+    said = rf"worker 1 at {where} has not come in \d s; the others do its work. It does not run"
+    assert len(re.findall(said, caplog.text)) == 1
 
 
 def test_a_worker_of_the_programs_own_leaves_after_its_job(tmp_path):

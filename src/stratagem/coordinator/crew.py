@@ -37,6 +37,8 @@ class Member:
         up: the incarnation that takes part; None while it is not there.
         asked: whether it is being set up.
         lost: whether it was there, and is not.
+        since: when it began to be waited for.
+        missed: whether it was told that it has not come.
         has: the plans that it has.
         iterators: the iterators that it was told of.
     """
@@ -44,7 +46,8 @@ class Member:
     def __init__(self, index: int, name: str, peer: Any):
         self.index, self.name, self.peer = index, name, peer
         self.up: str | None = None
-        self.asked = self.lost = False
+        self.asked = self.lost = self.missed = False
+        self.since = time.monotonic()
         self.has: set[int] = set()
         self.iterators: set[int] = set()
 
@@ -140,9 +143,26 @@ class Crew:
                         member.peer, openings.COME_SECONDS,
                     )  # fmt: skip
                     opening.settle(member.name)
+        self._miss(time.monotonic())
         if time.monotonic() - self._warned >= _WARN_SECONDS:
             self._warned = time.monotonic()
             self._warn(self._warned)
+
+    def _miss(self, now: float) -> None:
+        """Tells once who has never come, while others work; where none does, the state tells."""
+        if not any(member.up for member in self._members.values()):
+            return
+        for member in self._members.values():
+            late = member.up is None and not member.lost and now - member.since >= openings.COME_SECONDS
+            if late and not member.missed:
+                member.missed = True
+                _log.warning(
+                    "%s has not come in %.0f s; the others do its work. %s It takes part as soon "
+                    "as it comes.", member.peer, now - member.since,
+                    "It is heard, and busy with something else." if member.peer.heard else
+                    "It does not run, is out of reach, or has another STRATAGEM_CLUSTER_KEY (then "
+                    "its log says that it refused a connection).",
+                )  # fmt: skip
 
     def _warn(self, now: float) -> None:
         """Tells who takes long to give the first element of a dataset."""

@@ -193,7 +193,6 @@ class ParameterServerStrategy(Strategy):
     def _connect(self, partitioner: Partitioner | None, seconds: float) -> None:
         """Connects to the servers, and begins the job there, or goes on with it."""
         key = Key.always(config.environment())
-        where = ", ".join(f"{name} at {address}" for name, address in self.servers)
 
         def make(hub: Hub) -> Servers:
             peers = [hub.connect(address, name) for name, address in self.servers]
@@ -205,10 +204,7 @@ class ParameterServerStrategy(Strategy):
             servers = asking.do(make, "servers to be connected", seconds)
             servers.replicated = self.replication > 1
             resumed = None if self.record is None else self.record.resumed
-            self.told = asking.do(
-                lambda hub: servers.hello(start=resumed is None),
-                f"answers of {where}", seconds + 10.0,
-            )  # fmt: skip
+            self.told = served_cluster.hello(asking, servers, start=resumed is None)
             for said in self.told:
                 said["ready"] = said["ready"] and said["job"] == self.job_id
             servers.seconds = _SECONDS
