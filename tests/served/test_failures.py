@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import stratagem
-from stratagem.coordinator import ClusterCoordinator, PerWorkerValues, crew
+from stratagem.coordinator import ClusterCoordinator, PerWorkerValues, opening
 from stratagem.coordinator.crew import Crew
 from stratagem.errors import BackupMismatchError, MalformedMessageError, PeerTimeoutError
 from stratagem.strategies import served_cluster
@@ -199,7 +199,7 @@ def test_who_waits_for_servers_can_be_interrupted(cluster, monkeypatch):
 
 
 def test_a_worker_that_does_not_come_is_named_once(served, monkeypatch, caplog):
-    monkeypatch.setattr(crew, "_COME_SECONDS", 0.3)
+    monkeypatch.setattr(opening, "COME_SECONDS", 0.3)
     strategy = served(2, 1)
     strategy.cluster.stop("worker", 1)
     assert int(ClusterCoordinator(strategy).schedule(lambda: np.int32(1) + 1).fetch()) == 2

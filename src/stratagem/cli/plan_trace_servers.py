@@ -24,7 +24,6 @@ from stratagem.cli import plan_trace
 from stratagem.coordinator import ClusterCoordinator
 from stratagem.coordinator.per_worker import Elements, spec_of
 from stratagem.coordinator.plans import Call, Plans
-from stratagem.coordinator.tallies import Tallies
 from stratagem.keras_bridge.served import ServedStep
 from stratagem.parameter_server import cut
 from stratagem.parameter_server.bags import fewer
@@ -130,7 +129,7 @@ def replaced(
         raise Caught(_what(fn), find(self, fn, *_resized((args, kwargs), seen.given, rows)))
 
     def begin(self: Any, strategy: Any) -> None:
-        self.strategy, self.tallies, self._plans = strategy, Tallies(), Plans(strategy)
+        self.strategy, self._plans = strategy, Plans(strategy)
         self._iterators = itertools.count(1)
         self.dispatcher = _Dispatcher(seen, rows)
 

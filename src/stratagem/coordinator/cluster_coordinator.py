@@ -19,7 +19,6 @@ from stratagem.coordinator.per_worker_values import open_values
 from stratagem.coordinator.plans import Call, Plan, Plans
 from stratagem.coordinator.remote_value import RemoteValue
 from stratagem.coordinator.scheduled import Scheduled
-from stratagem.coordinator.tallies import Tallies
 from stratagem.coordinator.terms import AHEAD_SECONDS, Terms
 from stratagem.data.dealt import DealtDataset, DealtIterator
 from stratagem.data.owned import owned_array
@@ -60,7 +59,6 @@ class ClusterCoordinator:
 
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
-        self.tallies = Tallies()
         self._dealt: Any = weakref.WeakKeyDictionary()  # iterators whose batches are noted
         self._passes = itertools.count()
         self._workers = len(strategy.workers)  # that there ever were
@@ -148,7 +146,7 @@ class ClusterCoordinator:
     ) -> RemoteValue:  # fmt: skip
         """Schedules what was planned before; see `Scheduled` and `Dispatcher.schedule`."""
         value = RemoteValue()
-        closure = Scheduled(*call, value, counts, rows, self.tallies.add, batch, at, share, parts)
+        closure = Scheduled(*call, value, counts, rows, batch, at, share, parts)
         self.dispatcher.schedule(closure, most)
         return value
 
@@ -159,22 +157,15 @@ class ClusterCoordinator:
             Exception: the first error of a closure since the last that was raised; the closures
                 that were queued then are cancelled.
         """
-        try:
-            self.dispatcher.ask("join")
-        finally:
-            self.tallies.settle()
+        self.dispatcher.ask("join")
 
     def done(self) -> bool:
         """Whether all that was scheduled is done. Raises as `join`."""
-        done = self.dispatcher.ask("done")
-        self.tallies.settle()
-        return done
+        return self.dispatcher.ask("done")
 
     def fetch(self, val: Any) -> Any:
         """The results of the RemoteValues in a structure; waits for them."""
-        found = remote_value.fetch(val)
-        self.tallies.settle()
-        return found
+        return remote_value.fetch(val)
 
     @property
     def staleness(self) -> Any:

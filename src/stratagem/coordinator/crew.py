@@ -153,7 +153,8 @@ class Crew:
         if not any(member.up for member in self._members.values()):
             return
         for member in self._members.values():
-            late = member.up is None and not member.lost and now - member.since >= openings.COME_SECONDS
+            absent = member.up is None and not member.lost
+            late = absent and now - member.since >= openings.COME_SECONDS
             if late and not member.missed:
                 member.missed = True
                 _log.warning(

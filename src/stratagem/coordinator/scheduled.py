@@ -12,6 +12,7 @@ from stratagem.coordinator.per_worker import PerWorkerIterator
 from stratagem.coordinator.per_worker_values import WorkerArrays
 from stratagem.coordinator.plans import Family
 from stratagem.coordinator.remote_value import RemoteValue
+from stratagem.strategies import tallied
 
 
 @dataclasses.dataclass
@@ -25,7 +26,6 @@ class Scheduled:
         value: where its result goes.
         counts: whether it changes variables (not an evaluation).
         rows: how many rows it trains on, if that is known; for weights in a synchronous round.
-        keep: what is done with its local values, in the coordinator's thread.
         batch: which batch of which accounted dataset it is for; None where that is not noted.
         at: which rows its worker reads; see `data.numbered`.
         share: its part of the rows of its round; None where all parts are equal.
@@ -38,7 +38,6 @@ class Scheduled:
     value: RemoteValue
     counts: bool = True
     rows: int | None = None
-    keep: Any = None
     batch: tuple[str, int] | None = None
     at: list[int] | None = None
     share: float | None = None
@@ -89,8 +88,7 @@ class Scheduled:
             number, arrays = result
             plan = self.family.plan(number)
             count = plan.parts.results
-            if plan.local and self.keep is not None:
-                self.keep(plan.local, arrays[count:])
+            tallied.add(plan.local, arrays[count:])  # before anybody knows that it is done
             self.value.set_result(plan.parts.unpack(list(arrays[:count])))
 
 

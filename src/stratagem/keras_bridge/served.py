@@ -28,6 +28,7 @@ from stratagem.keras_bridge import of_parts, postponed
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.keras_bridge.on_workers import Numbered, WorkerBatches, batches_of
 from stratagem.keras_bridge.state import state_groups, traced_step
+from stratagem.strategies import tallied
 from stratagem.strategies.parameter_server import ASYNCHRONOUS
 
 _LOG_SECONDS = 0.2  # between looks at the metrics for batch callbacks
@@ -249,14 +250,14 @@ class ServedStep:
         if now - self._looked >= _LOG_SECONDS:
             for value in self._first or ():
                 value.result()
-            self._coordinator.tallies.settle()
             self._batches.settle()
             self.logs = self._results()
             self._looked = time.monotonic()
         return self.logs
 
     def _results(self) -> dict[str, Any]:
-        logs = self._model.get_metrics_result()
+        with tallied.one_moment(v for m in self._model.metrics for v in m.variables):
+            logs = self._model.get_metrics_result()
         # A step of the user's own may report something else.
         logs = logs if set(logs) == set(self._last or logs) else self._last
         return jax.tree.map(np.asarray, logs)  # some metrics have several numbers

@@ -13,6 +13,7 @@ from stratagem import _keras, context, variables
 from stratagem.keras_bridge.hooks import wrap
 from stratagem.step import effects, primitives
 from stratagem.strategies.remote import is_remote
+from stratagem.strategies.tallied import alone, is_tallied
 from stratagem.values import check_integers
 from stratagem.variables import VariableAggregation, VariableSynchronization
 
@@ -156,6 +157,10 @@ def _add(original: Any, self: Any, value: Any, sign: int) -> Any:
     if frame.trace is None and not _keras.in_stateless_scope() and is_remote(self):
         self.add_to_value(sign * self._convert_to_tensor(value, dtype=self._dtype))
         return self
+    if not _keras.in_stateless_scope() and is_tallied(self):
+        delta = self._convert_to_tensor(value, dtype=self._dtype)  # may wait for a closure
+        with alone():  # what one adds between the read and the write is not lost
+            return original(self, delta)
     if not _keras.in_stateless_scope() and variables.has_components(self):
         delta = self._convert_to_tensor(value, dtype=self._dtype)
         return variables.add_to_components(self, sign * delta)

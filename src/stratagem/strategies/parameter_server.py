@@ -25,7 +25,7 @@ from stratagem.parameter_server.link import Link
 from stratagem.parameter_server.partitioners import Partitioner
 from stratagem.parameter_server.plan import Placement
 from stratagem.step.flow import Home
-from stratagem.strategies import remote, served_cluster
+from stratagem.strategies import remote, served_cluster, tallied
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.on_worker import OnWorker
 from stratagem.strategies.starts import start_of
@@ -290,6 +290,7 @@ class ParameterServerStrategy(Strategy):
             return  # made there, or not made yet
         if variables.is_on_read(variable):
             variable._value = self.place(variable._value)
+            tallied.make_tallied(variable)
         else:
             self._make(variable, np.asarray(variable._value))
 
