@@ -399,7 +399,7 @@ _GOOD = {
         "closure": 5, "below": 1, "pulled": 0, "round": None, "staged": None, "weight": 1.0,
         "items": [["table", 0, 0, [["rows", 1], ["scalar", 2]]]], "arrays": 3,
     }]},
-    "commit": {"round": 0, "closures": [], "weights": None, "mean": True},
+    "commit": {"round": 0, "closures": [], "weights": None, "mean": True, "totals": [["t", 0]]},
     "squares": {"round": 0, "closures": [], "weights": None, "mean": True, "places": [["t", 0]]},
     "assign": {"vid": 2, "shard": 0, "op": "set", "rows": None, "token": ["c", 0, 0]},
     "create": {"specs": [], "starts": [[7, {"kind": "value", "places": [[0, 1]]}]]},

@@ -521,6 +521,8 @@ def test_scalars_that_differ_are_combined_in_a_round():
     assert rate == RATE
     flags = [(0.5, Change("sgd", 0, None, (("scalar", np.bool_(v)),))) for v in (True, False)]
     assert rounds._sum(flags).handed[0][1] == np.bool_(False)
+    counts = [(0.5, Change("rows", 0, None, (("scalar", np.int32(n)),))) for n in (8, 8)]
+    assert rounds._sum(counts, frozenset([("rows", 0)])).handed[0][1] == 16
 
 
 def test_an_operation_that_a_dtype_lacks_takes_no_token():

@@ -275,6 +275,29 @@ def test_a_round_is_the_parts_of_one_batch_whoever_computes_them(served):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_what_is_summed_over_replicas_is_summed_over_the_parts_of_a_round(served, dtype):
+    """Equal parts or not: 45 rows are cut into 23 and 22, and then 12 into halves."""
+
+    class Rows(keras.layers.Layer):
+        def build(self, shape):
+            self.seen = self.add_weight(
+                shape=(), dtype=dtype, initializer="zeros", trainable=False, aggregation="sum"
+            )
+
+        def call(self, x, training=False):
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], dtype))
+            return x
+
+    with served(2, 1, consistency="synchronous").scope():
+        rows = Rows()
+        model = keras.Sequential([keras.Input((3,)), rows, keras.layers.Dense(1)])
+        model.compile("sgd", loss="mse")
+    model.fit(np.ones((57, 3)), np.ones((57, 1)), batch_size=45, verbose=0)
+    assert int(rows.seen.numpy()) == 57
+
+
 def test_backup_workers(served):
     """A round does not wait for the last; what is dropped is counted."""
     coordinator, losses = trained(served, consistency="synchronous", backup_workers=1)

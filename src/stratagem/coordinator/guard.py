@@ -53,6 +53,7 @@ class Guard:
         self._members: dict[str, _Member] = {}
         self._families: dict[int, list[Any]] = {}  # of the closures of rounds
         self._numbers: dict[int, dict[Place, np.ndarray]] = {}  # of the last round
+        self._totals: list[Place] = []  # of the round
 
     def connect(self, hub: Any) -> None:
         """Connects, beside the link; then `look` can be called."""
@@ -98,7 +99,9 @@ class Guard:
         have applied it with them.
         """
         self._families = {n: f for n, f in self._families.items() if n >= what.round}
-        plans = (p for family in self._families.get(what.round, ()) for p in family.plans.values())
+        families = self._families.get(what.round, ())
+        plans = [p for family in families for p in list(family.plans.values())]
+        self._totals = sorted({place for p in plans for place in p.parts.totals})
         norms = {n.numbers: n for p in plans if (n := p.parts.norms) is not None}
         if not norms or what.round in self._numbers:
             self._apply(what, self._numbers.get(what.round, {}))
@@ -119,7 +122,8 @@ class Guard:
     def _apply(self, what: do.Commit, numbers: Mapping[Place, np.ndarray]) -> None:
         places = [list(place) for place in numbers]
         self._ask_of(
-            what, "commit", {"places": places}, list(numbers.values()),
+            what, "commit", {"places": places, "totals": [list(place) for place in self._totals]},
+            list(numbers.values()),
             lambda answers: self._event(lambda s, now: s.committed(what.round, now)),
         )  # fmt: skip
 

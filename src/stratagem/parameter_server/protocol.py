@@ -86,11 +86,11 @@ class Fields:
         """The field `units`."""
         return [Unit.from_wire(x) for x in self.get("units", "a list", _is_list)]
 
-    def places(self) -> list[Place]:
-        """The field `places`: a unit, and which of the values that it is handed."""
-        found = self.entries("places", 2)
+    def places(self, name: str) -> list[Place]:
+        """Places: a unit, and which of the values that it is handed."""
+        found = self.entries(name, 2)
         if not all(is_uid(unit) and is_count(place) for unit, place in found):
-            self.refuse("places", "units and numbers from 0 on", found)
+            self.refuse(name, "units and numbers from 0 on", found)
         return [(unit, place) for unit, place in found]
 
     def array(self, place: Any, name: str) -> np.ndarray:
@@ -239,16 +239,19 @@ def squares(store: Store, said: Fields) -> Answer:
     if missing:
         return {"missing": list(missing)}, ()
     changes = store.rounds.combined(number, closures, weights, said.flag("mean"))
-    return {"missing": []}, (rounds.squares(changes, said.places()),)
+    return {"missing": []}, (rounds.squares(changes, said.places("places")),)
 
 
 def commit(store: Store, said: Fields) -> Answer:
-    """`commit`: round, closures, weights, mean, and places, for each of which a number comes."""
+    """`commit`: round, closures, weights, mean; places, for each of which a number comes; and
+    totals, places where what closures hand over is added up."""
     number, closures, weights = _round(said)
-    places = said.places() if "places" in said.raw else []
-    numbers = {place: said.array(i, "places") for i, place in enumerate(places)}
-    if any(number.shape != () for number in numbers.values()):
+    places = said.places("places") if "places" in said.raw else []
+    totals = said.places("totals") if "totals" in said.raw else []
+    given = [said.array(i, "places") for i in range(len(places))]
+    if any(one.shape != () for one in given):
         said.refuse("places", "a number for each", places)
+    numbers = {**dict.fromkeys(totals), **dict(zip(places, given, strict=True))}
     done = store.commit(number, closures, weights, said.flag("mean"), numbers)
     return {"applied": done.applied, "missing": list(done.missing), "dropped": done.dropped}, ()
 

@@ -13,7 +13,8 @@ from stratagem.parameter_server.dtypes import is_small_float
 
 # A unit, and the place of a value among those it is handed.
 Place = tuple[int | str, int]
-Numbers = Mapping[Place, np.ndarray] | None
+# Numbers of a round; None: what its closures hand over there is added up, whatever their weights.
+Numbers = Mapping[Place, np.ndarray | None] | None
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,18 @@ class Rounds:
         Raises:
             ValueError: a unit got rows from one closure and all of it from another.
         """
-        key = (number, tuple(closures), None if weights is None else tuple(weights), mean)
+        known = {place: value for place, value in (numbers or {}).items() if value is not None}
+        totals = frozenset(place for place in numbers or () if place not in known)
+        key = (number, tuple(closures), None if weights is None else tuple(weights), mean, totals)
         if self._combined is None or self._combined[0] != key:
-            self._combined = key, self._combine(number, closures, weights, mean)
+            self._combined = key, self._combine(number, closures, weights, mean, totals)
         changes = self._combined[1]
-        return [_with(numbers, change) for change in changes] if numbers else changes
+        return [_with(known, change) for change in changes] if known else changes
 
     def _combine(
-        self, number: int, closures: Sequence[int], weights: Sequence[float] | None, mean: bool
-    ) -> list[Change]:
+        self, number: int, closures: Sequence[int], weights: Sequence[float] | None, mean: bool,
+        totals: frozenset[Place],
+    ) -> list[Change]:  # fmt: skip
         here = self.staged.get(number, {})
         given = list(weights) if weights is not None else [here[c][0] for c in closures]
         total = sum(given) if mean else 1.0
@@ -153,7 +157,7 @@ class Rounds:
         for closure, weight in zip(closures, given, strict=True):
             for change in here[closure][1]:
                 parts.setdefault((change.uid, change.shard), []).append((weight / total, change))
-        return [_sum(found) for found in parts.values()]
+        return [_sum(found, totals) for found in parts.values()]
 
     def finish(self, number: int, closures: Sequence[int]) -> int:
         """Forgets all up to a round; how many closures' gradients were thrown away."""
@@ -186,7 +190,7 @@ def _with(numbers: Mapping[Place, np.ndarray], change: Change) -> Change:
     return replace(change, handed=tuple(handed))
 
 
-def _sum(found: Sequence[tuple[float, Change]]) -> Change:
+def _sum(found: Sequence[tuple[float, Change]], totals: frozenset[Place] = frozenset()) -> Change:
     first = found[0][1]
     if len({change.rows is None for _, change in found}) > 1:
         raise ValueError(
@@ -204,7 +208,12 @@ def _sum(found: Sequence[tuple[float, Change]]) -> Change:
     handed = []
     for i, (kind, value) in enumerate(first.handed):
         terms = [(w, change.handed[i][1], change.rows) for w, change in found]
-        if kind == "scalar" and all(np.array_equal(value, v, equal_nan=True) for _, v, _ in terms):
+        if (first.uid, i) in totals:
+            terms = [(1.0, value, own) for _, value, own in terms]
+            handed.append((kind, _weighted(terms, rows if kind == "rows" else None)))
+        elif kind == "scalar" and all(
+            np.array_equal(value, v, equal_nan=True) for _, v, _ in terms
+        ):
             handed.append((kind, value))  # such as a learning rate, to the last bit
         elif value.dtype == np.bool_:  # such as whether all gradients are finite
             handed.append((kind, np.logical_and.reduce([v for _, v, _ in terms])))

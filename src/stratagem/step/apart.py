@@ -173,6 +173,7 @@ class _Division:
             compute=worker.ship_compute(whole, self.results, self.local, list(self.handed)),
             by_part=self._by_part(units),
             norms=self._norms(units),
+            totals=self._totals(units),
             out_tree=self.program.out_tree,
             out_leaves=self.program.out_leaves,
         )
@@ -183,6 +184,16 @@ class _Division:
             (unit.uid, self.variables[update.members[0]].path, why)
             for update, unit in zip(self.updates, units, strict=True)
             for why in [found[h.var] for h in self._own(update) if h.var in found][:1]
+        ]
+
+    def _totals(self, units: Sequence[Unit]) -> list[norms.Place]:
+        """What is added to variables whose aggregation is a sum."""
+        return [
+            (unit.uid, place)
+            for update, unit in zip(self.updates, units, strict=True)
+            if all(self.variables[i].aggregation == "sum" for i in update.members)
+            for place, h in enumerate(update.handed)
+            if h.var in self.flow.met
         ]
 
     def _own(self, update: Update) -> list[Handed]:

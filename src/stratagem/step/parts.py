@@ -141,6 +141,8 @@ class Parts:
         by_part: what is pushed that is not linear in gradients: the unit, path of its first
             variable, and the operation; not on the wire. A round of that is not one device's step.
         norms: what is computed at the end of a round; not on the wire.
+        totals: units, and places of what they are handed, where a round adds up what its closures
+            hand over, instead of taking the mean; not on the wire.
         out_tree: structure of the function's result; not on the wire.
         out_leaves: as of `Program`; not on the wire.
     """
@@ -157,6 +159,7 @@ class Parts:
     compute: bytes
     by_part: Sequence[tuple[str, str, str]] = ()
     norms: Norms | None = None
+    totals: Sequence[tuple[str, int]] = ()
     out_tree: Any = None
     out_leaves: Sequence[tuple[str, Any]] = ()
 
