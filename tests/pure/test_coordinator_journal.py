@@ -153,3 +153,30 @@ def test_a_full_disk_is_said_and_leaves_no_part_of_a_line(tmp_path, monkeypatch)
 def test_fsync_is_checked(tmp_path):
     with pytest.raises(ValueError, match="'always', 'never' or a number of seconds. Got 'often'"):
         Journal(tmp_path / "journal", "job", fsync="often")
+
+
+def test_a_job_that_is_done_stays_so_until_another_begins(tmp_path):
+    """Also where the file was rewritten after the end: nobody may go on with it."""
+    with Journal(tmp_path / "journal", "first") as journal:
+        journal.used(0)
+        journal.ended()
+        journal._rewrite()
+    assert resume(tmp_path / "journal").ended
+    with Journal(tmp_path / "journal", "first") as journal:
+        journal.begin("second")
+        assert (journal.progress.job, journal.progress.ended) == ("second", False)
+    assert resume(tmp_path / "journal").next_token == 0
+
+
+def test_a_full_disk_when_another_job_begins(tmp_path, monkeypatch):
+    with Journal(tmp_path / "journal", "first") as journal:
+        journal.used(0)
+
+        def full(file):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(module.os, "fsync", full)
+        with pytest.raises(BackupError, match=r"Expected to write the journal .*No space left"):
+            journal.begin("second")
+        monkeypatch.undo()
+    assert resume(tmp_path / "journal").job == "first"

@@ -20,7 +20,7 @@ def count(record, token, batch):
 def test_a_job_begins_goes_on_and_is_finished(tmp_path):
     record = Record(tmp_path, "first")
     assert (record.job, record.resumed, record.at) == ("first", None, {})
-    record.close(finished=False)
+    record.close()
     record = Record(tmp_path, "second")  # the first never began a step
     assert (record.job, record.resumed) == ("second", None)
     record.used(0)
@@ -30,16 +30,16 @@ def test_a_job_begins_goes_on_and_is_finished(tmp_path):
         count(record, batch, batch)
     with pytest.raises(BackupError, match="Expected to be the only coordinator"):
         Record(tmp_path, "third")
-    record.close(finished=False)
+    record.close()
     record = Record(tmp_path, "third")
     assert record.job == "second"
     assert record.at == {"fit": 0, "epoch": 0}
     assert list(record.begin("fit 0 epoch 0")) == [0, 1, 3]
-    record.close(finished=True)
-    assert not list(tmp_path.iterdir())
+    record.end()
+    record.close()
     record = Record(tmp_path, "fourth")
     assert (record.job, record.resumed) == ("fourth", None)
-    record.close(finished=True)
+    record.close()
 
 
 def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
@@ -53,11 +53,11 @@ def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
     record.snapshot(1)
     record.counted(Counted(4, None, False))
     record.counted(Counted(5, None, False, pushes=False))  # of an evaluation: nothing to lose
-    record.close(finished=False)
+    record.close()
     record = Record(tmp_path, "job")
     assert (record.resumed.snapshot, record.resumed.since) == (1, 2)
     state = State(Terms(), 0.0, record.resumed)
-    record.close(finished=True)
+    record.close()
     state.add_server("ps 0", "host:1", 0.0)
     assert do.Restore("ps 0") in state.server_up("ps 0", "a", False, 1.0)
     said = state.restored("ps 0", 2.0)

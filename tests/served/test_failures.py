@@ -239,7 +239,7 @@ def left(cluster, tmp_path, monkeypatch):
     strategies = []
 
     def begin(crash=True, **arguments):
-        if strategies:
+        if strategies and crash is not None:
             if crash:
                 strategies[-1]._leave(finished=False, stop_tasks=False)
             else:
@@ -286,6 +286,22 @@ def test_a_coordinator_that_is_started_again_goes_on(left, caplog):
     total = total_of(strategy)
     assert float(total.numpy()) == 0.0
     assert deal(strategy, total, batches) == 10
+
+
+def test_whoever_dies_while_the_job_ends_has_ended_it(left, monkeypatch):
+    """Servers that were told to stop have nothing any more: the journal must not go on with it."""
+    strategy = left()
+    assert deal(strategy, total_of(strategy), [np.ones(2, np.float32)]) == 1
+
+    def killed(stop_tasks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(strategy.coordinator.dispatcher, "close", killed)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.close(stop_tasks=True)
+    strategy = left(crash=None)
+    assert strategy.record.resumed is None
+    assert float(total_of(strategy).numpy()) == 0.0
 
 
 def test_another_program_cannot_go_on(left):

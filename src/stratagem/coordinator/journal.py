@@ -137,6 +137,18 @@ class Journal:
     def logs(self, key: str, logs: Mapping[str, Any]) -> None:
         """What an epoch has reported so far: plain values that JSON can hold."""
         self._append(True, "logs", key, dict(logs))
+    def ended(self) -> None:
+        """The job is done: nothing is to be gone on with."""
+        self._append(True, "ended")
+
+    def begin(self, job: str) -> None:
+        """Another job begins in place of the one that was there."""
+        self._now = Progress(job=job)
+        try:
+            self._rewrite()
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self.progress = copy.deepcopy(self._now)
 
     def sync(self) -> None:
         """Force all that was written to the disk."""
@@ -167,11 +179,13 @@ class Journal:
                     self.sync()
         except OSError as error:
             os.ftruncate(self._file, self._size)  # No part of a line stays.
-            raise BackupError(
-                f"Expected to write the journal {self._path}. Got {error}. Make room there, or "
-                "give another state directory, and start the job again: it goes on from what was "
-                "written"
-            ) from error
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> BackupError:
+        return BackupError(
+            f"Expected to write the journal {self._path}. Got {error}. Make room there, or give "
+            "another state directory, and start the job again: it goes on from what was written"
+        )
 
     @staticmethod
     def _write(file: int, line: bytes) -> None:
@@ -301,6 +315,8 @@ def _apply(progress: Progress, record: Any) -> None:
     elif kind == "logs":
         key, logs = values
         progress.logs[key] = logs
+    elif kind == "ended":
+        progress.ended = True
     elif kind == _FORMAT:
         progress.job = values[0]
 
@@ -318,6 +334,8 @@ def _records(progress: Progress) -> Iterator[tuple[Any, ...]]:
     yield "mark", progress.mark
     for key, logs in progress.logs.items():
         yield "logs", key, logs
+    if progress.ended:
+        yield ("ended",)
     for key, data in progress.data.items():
         yield _whole(key, data)
 

@@ -35,6 +35,7 @@ class Progress:
         asked: likewise, since a snapshot was asked for last, which need not be written yet.
         mark: what the program said last of where it is, such as its epoch and step.
         logs: what epochs have reported, by the names of their datasets.
+        ended: whether the job is done.
     """
 
     job: str = ""
@@ -46,3 +47,4 @@ class Progress:
     asked: int = 0
     mark: dict[str, Any] = field(default_factory=dict)
     logs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ended: bool = False

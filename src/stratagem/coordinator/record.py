@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.coordinator.instructions import Counted, Lease
-from stratagem.coordinator.journal import Journal
+from stratagem.coordinator.journal import Journal, resume
 from stratagem.coordinator.progress import Progress
 from stratagem.coordinator.watermark import Watermark
 
@@ -34,12 +34,10 @@ class Record:
     def __init__(self, directory: Path, new_job: str):
         self._path = directory / _NAME
         self._lock = threading.Lock()
-        self._journal = Journal(self._path)
+        self._journal = Journal(self._path, resume(self._path).job or new_job)
         self.resumed: Progress | None = self._journal.progress
-        if not self.resumed.next_token:  # no step was ever begun
-            self._journal.close()
-            self._path.unlink()
-            self._journal = Journal(self._path, new_job)
+        if self.resumed.ended or not self.resumed.next_token:  # it is done, or never began a step
+            self._journal.begin(new_job)
             self.resumed = None
         self.job = self._journal.progress.job
 
@@ -106,14 +104,12 @@ class Record:
         with self._lock:
             self._journal.released(key)
 
-    def close(self, finished: bool) -> None:
-        """Ends writing.
+    def end(self) -> None:
+        """The job is done, and the next one in this directory begins anew. On the disk at once."""
+        with self._lock:
+            self._journal.ended()
 
-        Args:
-            finished: the job is done, and the next one in this directory begins anew.
-        """
+    def close(self) -> None:
+        """Ends writing."""
         with self._lock:
             self._journal.close()
-            if finished:
-                self._path.unlink(missing_ok=True)
-                self._path.with_name(_NAME + ".lock").unlink(missing_ok=True)

@@ -177,6 +177,7 @@ class ParameterServerStrategy(Strategy):
         if coordinates:
             self._beside = start_beside[0](cluster, 0)
         self.record: Any = None
+        self._left = False
         self.fits = 0  # calls of Keras' fit
         self.unfinished: str | None = None  # the epoch at work, as the journal names it
         if self.state_dir is not None:
@@ -228,11 +229,11 @@ class ParameterServerStrategy(Strategy):
         elif self.record is not None:
             self.record.snapshot(number)
 
-    def _disconnect(self, finished: bool = False) -> None:
+    def _disconnect(self) -> None:
         for thread in self._threads:
             thread.close()
         if self.record is not None:
-            self.record.close(finished)
+            self.record.close()
         if self._beside is not None:
             self._beside.close()
 
@@ -250,7 +251,7 @@ class ParameterServerStrategy(Strategy):
         """Ends the job: what is unfinished is cancelled, and what is asked for later an error.
 
         The end of the program does this, too, and stops the tasks; but where the program fails, the
-        tasks and the journal stay, so that the same program, started again, goes on.
+        tasks stay, and the same program, started again, goes on.
 
         Args:
             stop_tasks: whether workers and servers end, or wait for another coordinator.
@@ -263,9 +264,16 @@ class ParameterServerStrategy(Strategy):
 
     def _leave(self, finished: bool, stop_tasks: bool) -> None:
         atexit.unregister(self._at_exit)
-        if self.coordinator is not None:
-            self.coordinator.dispatcher.close(stop_tasks)
-        self._disconnect(finished)
+        if self._left:
+            return
+        self._left = True
+        try:
+            if self.record is not None and finished:
+                self.record.end()  # first: whoever is started again must not miss what servers had
+            if self.coordinator is not None:
+                self.coordinator.dispatcher.close(stop_tasks)
+        finally:
+            self._disconnect()
 
     # Variables.
 
