@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,28 @@ def test_what_comes_back_from_snapshots(tmp_path):
         assert 0 <= missing <= found["lost"] * BATCH
     assert max(found["hits"]) == 2
     assert resume(state / "journal").ended  # the job is done: the next one begins anew
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_orderly_end_loses_nothing(tmp_path, number):
+    """The chief is left by sys.exit(3), then the launcher is asked to end: each row counts once.
+
+    No snapshot is due in between. sys.exit(0) is the end: the next job begins anew.
+    """
+    told = {"epochs": 4, "pause": 0.02, "leave": 3}
+    state = tmp_path / "state"
+    options = ("--state-dir", str(state), "--max-restarts", "1")
+    with PsJob(tmp_path, "ps_counting", told, *options) as job:
+        job.reaches(2, 10)
+        job.process.send_signal(number)
+        job.result(128 + number)
+        assert "chief 0, exit code 3" in job.output
+    assert resume(state / "journal").since == 0
+    with PsJob(tmp_path, "ps_counting", told, *options) as job:
+        found = job.result()
+    counted_once(found, 4)
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert resume(state / "journal").ended
 
 
 def test_a_server_is_killed_and_nothing_was_kept(tmp_path):

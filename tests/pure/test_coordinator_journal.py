@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stratagem.coordinator import journal as module
@@ -69,6 +69,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=30)
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
 )
 @given(steps=STEPS, cut=st.integers(0, 10_000), junk=st.binary(max_size=9), worth=st.booleans())
+@example(steps=[(0, True), (0, False)], cut=0, junk=b"", worth=True)
 def test_a_crash_at_any_byte_forgets_nothing_that_was_synced(
     tmp_path, monkeypatch, steps, cut, junk, worth
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratagem.coordinator import instructions as do
+from stratagem.coordinator import journal
 from stratagem.coordinator.instructions import Counted, Lease
 from stratagem.coordinator.record import Record
 from stratagem.coordinator.state import State, Terms
@@ -74,3 +75,48 @@ def test_who_waits_for_a_server_that_cannot_be_restored_is_told_each_time():
         answer, _ = state.ask("join", 3.0)
         assert isinstance(answer, do.Raise)
         assert str(answer.error) == "it is gone"
+
+
+def test_what_finishes_after_the_last_snapshot_was_asked_for_runs_again(tmp_path):
+    record = Record(tmp_path, "job")
+    assert not record.began
+    record.used(0)
+    record.begin("fit 0 epoch 0")
+    count(record, 0, 0)
+    record.freeze()
+    record.asked()
+    count(record, 1, 1)
+    record.counted(Counted(2, None, False))  # nothing but its program runs that again
+    record.snapshot(1)
+    record.close()
+    record = Record(tmp_path, "job")
+    assert record.began
+    assert list(record.begin("fit 0 epoch 0")) == [0]
+    assert record.resumed.data["fit 0 epoch 0"].open == {1: 1}
+    assert record.resumed.since == 1
+    record.close()
+
+
+def test_a_job_is_done_if_its_coordinator_has_left_with_0(tmp_path):
+    path = tmp_path / "journal"
+    journal.succeeded(path)  # there was none
+    record = Record(tmp_path, "job")
+    record.used(0)
+    record.close()
+    journal.succeeded(path)  # another program has: this job is not done
+    assert not journal.resume(path).ended
+    record = Record(tmp_path, "job")
+    record.perhaps()
+    record._journal._rewrite()
+    with pytest.raises(BackupError, match="Expected to be the only coordinator"):
+        journal.succeeded(path)
+    record.close()
+    record = Record(tmp_path, "job")  # it had not: the job goes on
+    assert record.resumed is not None
+    assert not journal.resume(path).perhaps
+    record.perhaps()
+    record.close()
+    journal.succeeded(path)
+    record = Record(tmp_path, "next")
+    assert (record.job, record.resumed) == ("next", None)
+    record.close()

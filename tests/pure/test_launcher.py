@@ -12,6 +12,8 @@ import pytest
 from stratagem.cli import run
 from stratagem.cli.main import main
 from stratagem.cluster import tf_config as parser
+from stratagem.coordinator.journal import resume
+from stratagem.coordinator.record import Record
 from stratagem.launcher import hosts, local
 from stratagem.launcher.abstract import (
     Job,
@@ -253,6 +255,28 @@ class TestSurroundings:
                 around.succeeded = True
         assert (tmp_path / "a" / "b").is_dir()
         assert (tmp_path / "c").is_dir()
+
+    def test_the_journal_of_a_job_that_has_succeeded_says_so(self, tmp_path):
+        def left_by_exit(directory, succeeded):
+            record, said = Record(directory, "job"), []
+            record.used(0)
+            record.perhaps()
+            with surroundings(self.KEY, directory, said.append) as around:
+                record.close()
+                around.succeeded = succeeded
+            return resume(directory / "journal").ended, said
+
+        assert left_by_exit(tmp_path / "a", True) == (True, [])
+        assert left_by_exit(tmp_path / "b", False) == (False, [])
+
+    def test_a_journal_that_cannot_be_written_is_said(self, tmp_path):
+        said = []
+        (tmp_path / "journal").write_text("x" * 2000)
+        with surroundings(self.KEY, tmp_path, said.append) as around:
+            around.succeeded = True
+        assert said[0].startswith(
+            "could not note that the job is done, and its program would go on with it: Expected"
+        )
 
     def test_a_directory_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").write_text("")

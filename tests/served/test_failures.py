@@ -15,8 +15,14 @@ import pytest
 import stratagem
 from stratagem.coordinator import ClusterCoordinator, PerWorkerValues, opening
 from stratagem.coordinator.crew import Crew
-from stratagem.errors import BackupMismatchError, MalformedMessageError, PeerTimeoutError
-from stratagem.strategies import served_cluster
+from stratagem.errors import (
+    BackupError,
+    BackupMismatchError,
+    MalformedMessageError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from stratagem.strategies import leaving, served_cluster
 
 SECONDS = 30.0  # longer than anything here takes
 
@@ -245,6 +251,7 @@ def left(cluster, tmp_path, monkeypatch):
             else:
                 strategies[-1].close()
         strategies.append(stratagem.ParameterServerStrategy(made.resolver, **arguments))
+        strategies[-1].cluster = made
         return strategies[-1]
 
     yield begin
@@ -286,6 +293,39 @@ def test_a_coordinator_that_is_started_again_goes_on(left, caplog):
     total = total_of(strategy)
     assert float(total.numpy()) == 0.0
     assert deal(strategy, total, batches) == 10
+
+
+def test_nothing_is_lost_where_the_program_was_left_in_order(left):
+    """All servers end after it, and what came in while the last snapshot was written runs again."""
+    batches = [np.full(2, i, np.float32) for i in range(10)]
+    strategy = left()
+    assert deal(strategy, total_of(strategy), batches, stop=6) == 6
+    assert leaving.keep(strategy.link, strategy.record)
+    strategy._leave(finished=False, stop_tasks=False)
+    for index in (0, 1):
+        strategy.cluster.stop("ps", index)
+        strategy.cluster.start("ps", index)
+    strategy = left(crash=None)
+    total = total_of(strategy)
+    assert deal(strategy, total, batches) == 4
+    assert float(total.numpy()) == 2 * sum(range(10))
+    assert strategy.coordinator.dispatcher.lost_pushes == 0
+
+
+def test_a_last_snapshot_does_not_wait_for_a_server_that_is_gone(left, monkeypatch):
+    strategy = left()
+    deal(strategy, total_of(strategy), [np.ones(2, np.float32)])
+    strategy.cluster.stop("ps", 1)
+    gone = strategy.link.keep_last()
+    assert isinstance(gone, PeerLostError)
+    assert str(gone).startswith("Expected all servers to write it. Got nothing of ps 1 at 127.0.0.")
+    monkeypatch.setattr("stratagem.parameter_server.link._SECONDS", 0.0)
+    assert str(strategy.link.keep_last()) == (
+        "Expected all servers to write it within 0 s. Not all have"
+    )
+    strategy.link.fail(BackupError("nothing to restore it from"))
+    assert str(strategy.link.keep_last()) == "nothing to restore it from"
+    strategy.cluster.start("ps", 1)
 
 
 def test_whoever_dies_while_the_job_ends_has_ended_it(left, monkeypatch):

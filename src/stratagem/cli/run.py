@@ -108,7 +108,7 @@ def add_to(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that tasks have to save and leave after SIGTERM (30)",
+        help="seconds to save and leave after SIGTERM, with --ps also after Ctrl-C (30)",
     )
     losses.add_argument(
         "--state-dir",

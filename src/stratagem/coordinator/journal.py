@@ -137,9 +137,14 @@ class Journal:
     def logs(self, key: str, logs: Mapping[str, Any]) -> None:
         """What an epoch has reported so far: plain values that JSON can hold."""
         self._append(True, "logs", key, dict(logs))
+
     def ended(self) -> None:
         """The job is done: nothing is to be gone on with."""
         self._append(True, "ended")
+
+    def perhaps(self, ended: bool) -> None:
+        """Whether the job is done if its coordinator ends with exit code 0."""
+        self._append(True, "perhaps", ended)
 
     def begin(self, job: str) -> None:
         """Another job begins in place of the one that was there."""
@@ -233,6 +238,17 @@ def resume(path: str | os.PathLike[str]) -> Progress:
     return _read(Path(path))[0]
 
 
+def succeeded(path: str | os.PathLike[str]) -> None:
+    """The coordinator whose journal this is has ended with exit code 0; any process may say so.
+
+    Raises:
+        BackupError: as for `Journal`.
+    """
+    if resume(path).perhaps:
+        with Journal(path) as journal:
+            journal.ended()
+
+
 def _read(path: Path) -> tuple[Progress, int]:
     """What a file says, and how many of its bytes do."""
     progress = Progress()
@@ -317,6 +333,8 @@ def _apply(progress: Progress, record: Any) -> None:
         progress.logs[key] = logs
     elif kind == "ended":
         progress.ended = True
+    elif kind == "perhaps":
+        progress.perhaps = values[0]
     elif kind == _FORMAT:
         progress.job = values[0]
 
@@ -334,6 +352,8 @@ def _records(progress: Progress) -> Iterator[tuple[Any, ...]]:
     yield "mark", progress.mark
     for key, logs in progress.logs.items():
         yield "logs", key, logs
+    if progress.perhaps:
+        yield "perhaps", True
     if progress.ended:
         yield ("ended",)
     for key, data in progress.data.items():

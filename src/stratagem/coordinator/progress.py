@@ -36,6 +36,7 @@ class Progress:
         mark: what the program said last of where it is, such as its epoch and step.
         logs: what epochs have reported, by the names of their datasets.
         ended: whether the job is done.
+        perhaps: whether it is if its coordinator has left with exit code 0.
     """
 
     job: str = ""
@@ -48,3 +49,4 @@ class Progress:
     mark: dict[str, Any] = field(default_factory=dict)
     logs: dict[str, dict[str, Any]] = field(default_factory=dict)
     ended: bool = False
+    perhaps: bool = False

@@ -12,7 +12,7 @@ from stratagem.coordinator.journal import Journal, resume
 from stratagem.coordinator.progress import Progress
 from stratagem.coordinator.watermark import Watermark
 
-_NAME = "journal"
+NAME = "journal"
 
 
 class Record:
@@ -25,6 +25,7 @@ class Record:
     Attributes:
         resumed: what was finished when this process began; None where the job begins.
         job: id of the job.
+        began: whether any step was ever begun: otherwise there is nothing to go on with.
 
     Raises:
         BackupError: another process has the journal open, or it cannot be written.
@@ -32,18 +33,23 @@ class Record:
     """
 
     def __init__(self, directory: Path, new_job: str):
-        self._path = directory / _NAME
+        self._path = directory / NAME
         self._lock = threading.Lock()
         self._journal = Journal(self._path, resume(self._path).job or new_job)
         self.resumed: Progress | None = self._journal.progress
         if self.resumed.ended or not self.resumed.next_token:  # it is done, or never began a step
             self._journal.begin(new_job)
             self.resumed = None
+        if self.resumed is not None and self.resumed.perhaps:
+            self._journal.perhaps(False)
         self.job = self._journal.progress.job
+        self.began = self.resumed is not None
+        self._frozen = False
 
     def used(self, number: int) -> None:
         """A closure has this number."""
         with self._lock:
+            self.began = True
             self._journal.used(number)
 
     def leased(self, token: int, lease: Lease) -> None:
@@ -53,9 +59,17 @@ class Record:
 
     def counted(self, what: Counted) -> None:
         """A closure's effects are in; of one that has none and took no batch nothing is noted."""
-        if what.pushes or what.lease is not None:
-            with self._lock:
+        with self._lock:
+            if (what.pushes or what.lease is not None) and not (self._frozen and what.lease):
                 self._journal.counted(what.lease)
+
+    def freeze(self) -> None:
+        """Before the last snapshot: no batch is noted as finished any more, as it may not be in it.
+
+        Each runs again under its number, and changes nothing where it was.
+        """
+        with self._lock:
+            self._frozen = True
 
     def lost(self, pushes: int) -> None:
         """So many pushes were lost in all."""
@@ -108,6 +122,11 @@ class Record:
         """The job is done, and the next one in this directory begins anew. On the disk at once."""
         with self._lock:
             self._journal.ended()
+
+    def perhaps(self) -> None:
+        """The job is done if this process ends with exit code 0, which it does not know."""
+        with self._lock:
+            self._journal.perhaps(True)
 
     def close(self) -> None:
         """Ends writing."""

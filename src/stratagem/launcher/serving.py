@@ -12,6 +12,9 @@ from pathlib import Path
 
 from stratagem.cluster.keys import VARIABLE as KEY
 from stratagem.cluster.keys import Key
+from stratagem.coordinator import journal
+from stratagem.coordinator.record import NAME as JOURNAL
+from stratagem.errors import BackupError
 from stratagem.launcher.abstract import STATE_DIR, LaunchError
 
 _PREFIX = "stratagem-"
@@ -23,7 +26,8 @@ class Surroundings:
 
     Args:
         environment: the variables that tasks inherit.
-        succeeded: set it to True when the job has: then its temporary directory is removed.
+        succeeded: set it to True when the job has: then its temporary directory is removed, and
+            the journal in another one says that the job is done.
     """
 
     environment: Mapping[str, str]
@@ -67,6 +71,8 @@ def surroundings(
                 shutil.rmtree(directory, ignore_errors=True)
             else:
                 say(f"kept what the job had saved; go on from it with --state-dir {directory}")
+        elif around.succeeded:
+            _note_end(directory, say)
 
 
 def _key(environment: Mapping[str, str], machines: int) -> dict[str, str]:
@@ -83,6 +89,13 @@ def _key(environment: Mapping[str, str], machines: int) -> dict[str, str]:
             "one with `openssl rand -hex 32`, and set it on each machine before the command."
         )
     return {KEY: secrets.token_hex(32)}
+
+
+def _note_end(directory: Path, say: Callable[[str], None]) -> None:
+    try:
+        journal.succeeded(directory / JOURNAL)
+    except BackupError as error:
+        say(f"could not note that the job is done, and its program would go on with it: {error}")
 
 
 def _made(directory: Path) -> Path:

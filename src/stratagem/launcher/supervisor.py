@@ -11,15 +11,15 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stratagem.cluster.roles import TRAINERS
+from stratagem.cluster.roles import SERVING, TRAINERS
 from stratagem.launcher.abstract import Job, Task, task_environment
 from stratagem.launcher.lines import LineBuffer
 from stratagem.launcher.output import Output
+from stratagem.launcher.signals import stop_signals
 from stratagem.recovery import policy, serving_policy
 from stratagem.recovery.policy import (
     PEER_LOST,
@@ -42,13 +42,13 @@ _PEERS_SECONDS = 1.0
 _CULPRIT_SECONDS = 5.0
 # Then they are asked to leave, and killed after some seconds. Nothing of the old group is of use to
 # a new one, which starts from the last backup; and who presses Ctrl-C does not want to wait. Only
-# after SIGTERM, from an engine, there may be something to save: `Job.grace_seconds`.
+# after SIGTERM, from an engine, and with parameter servers, there may be something to save:
+# `Job.grace_seconds`.
 _RESTART_GRACE_SECONDS = 1.0
 _FAILURE_GRACE_SECONDS = 3.0
 _INTERRUPT_GRACE_SECONDS = 5.0
 # Tasks on other machines may still need the service to leave. (It ends by itself when all have.)
 _OTHER_MACHINES_SECONDS = 5.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _UNWRITTEN = 256  # Pieces of output in memory, while the terminal is slow; then tasks have to wait.
 
 Name: TypeAlias = Task | str
@@ -159,7 +159,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the job to its end; the exit code for the command. Call it in the main thread."""
-        with _stop_signals(lambda signum: self._inbox.put(Stop(signum))):
+        with stop_signals(lambda signum: self._inbox.put(Stop(signum))):
             try:
                 while True:
                     self._start()
@@ -255,9 +255,7 @@ class Supervisor:
             again = self._decide(self._own, self._events, self._job.limits)
             decision = again if again.action is action else decision
         self._signalled = True
-        for name in self._alive():
-            self._running[name].signal(self._stops[-1] if self._stops else signal.SIGTERM)
-        self._wait(self._grace_seconds(action))
+        self._ask_to_leave(self._grace_seconds(action))
         if action is Action.FINISH and len(self._plan.own) < len(self._plan.addresses):
             self._wait(_OTHER_MACHINES_SECONDS, lambda: SERVICE not in self._running)
         for running in self._running.values():
@@ -266,10 +264,27 @@ class Supervisor:
             self._receive()
         return decision
 
+    def _ask_to_leave(self, seconds: float) -> None:
+        """Asks all tasks, and waits. Servers stay until the coordinator has saved what they have,
+        and workers, whose steps it may wait for."""
+        stops, deadline = len(self._stops), time.monotonic() + seconds
+        asked = self._stops[-1] if self._stops else signal.SIGTERM
+        serving = [t for t in self._alive() if self._job.servers and t.type in SERVING]
+        for task in self._alive():
+            if task not in serving:
+                self._running[task].signal(asked)
+        if serving:
+            self._wait(seconds, lambda: Task("chief", 0) not in self._running)
+            for task in serving:
+                if task in self._running:
+                    self._running[task].signal(asked)
+        if len(self._stops) == stops:
+            self._wait(max(deadline - time.monotonic(), _FAILURE_GRACE_SECONDS))
+
     def _grace_seconds(self, action: Action) -> float:
         if self._stops:
             asked = self._stops[-1]
-            interrupted = asked == signal.SIGINT
+            interrupted = asked == signal.SIGINT and not self._job.servers
             seconds = _INTERRUPT_GRACE_SECONDS if interrupted else self._job.grace_seconds
             name = signal.Signals(asked).name
             self._output.say(
@@ -277,7 +292,7 @@ class Supervisor:
             )
             self._output.flush()
             return seconds
-        if action is Action.FINISH:
+        if action is Action.FINISH or self._job.servers:
             return self._job.grace_seconds
         return _RESTART_GRACE_SECONDS if action is Action.RESTART else _FAILURE_GRACE_SECONDS
 
@@ -383,16 +398,3 @@ class Supervisor:
 def exit_code(code: int) -> int:
     """The exit code of a command for that of a task: 128 + n for signal n, as in shells."""
     return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def _stop_signals(stop: Callable[[int], None]) -> Iterator[None]:
-    """Has signals that ask to end passed on, and puts back what was there before."""
-    before = {signum: signal.getsignal(signum) for signum in _STOP_SIGNALS}
-    try:
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, lambda number, _frame: stop(number))
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

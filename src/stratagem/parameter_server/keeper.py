@@ -197,7 +197,11 @@ class Keeper:
             return
         self._noted(None)
         keep = number if self.complete is None else self.complete
-        self._servers.post_snapshot(number, keep, _SNAPSHOT_SECONDS, one)
+        try:
+            self._servers.post_snapshot(number, keep, _SNAPSHOT_SECONDS, one)
+        except Exception as error:  # what cannot be sent, as the program ends, is not answered
+            left = 1
+            one(error)
 
     def _written(
         self, number: int, specs: Sequence[Spec], changes: int, starts: Sequence[int]

@@ -26,6 +26,7 @@ from stratagem.transport.thread import HubThread
 
 _SECONDS = 300.0  # for one request of the user's program; a server may be restored meanwhile
 _RETRY_SECONDS = 0.2
+_SILENT_SECONDS = 5.0  # after which nobody waits for a server's last snapshot
 _ASKED_SECONDS = 10.0  # more than requests have; then the thread itself is stuck
 
 OUT_OF_REACH = (PeerLostError, PeerTimeoutError, NotReadyError)
@@ -198,6 +199,26 @@ class Link:
             lambda hub: self.keeper.snapshot(list(self.specs.values()), done)
         )
         work.add_done_callback(asked)
+
+    def keep_last(self) -> Exception | None:
+        """A snapshot before the program ends; gives why there is none. Waits for servers that are
+        there, as long as a request may take."""
+        written: Future[Any] = Future()
+        self.snapshot(written.set_result)
+        end = time.monotonic() + _SECONDS
+        while self.failed is None and time.monotonic() < end:
+            try:
+                return written.result(_RETRY_SECONDS)
+            except TimeoutError:
+                silent = [peer for peer in self.servers.peers if peer.silence > _SILENT_SECONDS]
+            if silent:
+                return PeerLostError(
+                    f"Expected all servers to write it. Got nothing of {silent[0]} for "
+                    f"{silent[0].silence:.1f} s"
+                )
+        return self.failed or PeerTimeoutError(
+            f"Expected all servers to write it within {_SECONDS:g} s. Not all have"
+        )
 
     def restore(self, server: int, done: Callable[[Any], None]) -> None:
         """Gives a server that is empty its content back. Does not wait.

@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ from stratagem.parameter_server.link import Link
 from stratagem.parameter_server.partitioners import Partitioner
 from stratagem.parameter_server.plan import Placement
 from stratagem.step.flow import Home
-from stratagem.strategies import remote, served_cluster, tallied
+from stratagem.strategies import leaving, remote, served_cluster, tallied
 from stratagem.strategies.abstract import Strategy
 from stratagem.strategies.on_worker import OnWorker
 from stratagem.strategies.starts import start_of
@@ -184,6 +183,7 @@ class ParameterServerStrategy(Strategy):
             self.record = open_record[0](Path(self.state_dir), self.job_id)
             self.job_id = self.record.job
         self._connect(variable_partitioner, connect_seconds)
+        self._program = leaving.Program(keeps=self.record is not None)
         atexit.register(self._at_exit)
         begin[0](self)
         _log.info(
@@ -251,7 +251,9 @@ class ParameterServerStrategy(Strategy):
         """Ends the job: what is unfinished is cancelled, and what is asked for later an error.
 
         The end of the program does this, too, and stops the tasks; but where the program fails, the
-        tasks stay, and the same program, started again, goes on.
+        tasks stay, and the same program, started again, goes on. SystemExit (`sys.exit`) may mean
+        either: then all that servers have is saved before the tasks stop, and it can go on;
+        `stratagem run`, which sees the exit code, notes that it is done where that is 0.
 
         Args:
             stop_tasks: whether workers and servers end, or wait for another coordinator.
@@ -259,8 +261,13 @@ class ParameterServerStrategy(Strategy):
         self._leave(finished=True, stop_tasks=stop_tasks)
 
     def _at_exit(self) -> None:
-        failed = getattr(sys, "last_value", None) is not None  # what Python has printed
-        self._leave(finished=not failed, stop_tasks=not failed)
+        how, kept = self._program.how, True
+        if how != leaving.RETURNED and self.record is not None:
+            kept = leaving.keep(self.link, self.record)
+            if how == leaving.EXITED:
+                self.record.perhaps()
+        finished = how == leaving.RETURNED
+        self._leave(finished, stop_tasks=finished or (how == leaving.EXITED and kept))
 
     def _leave(self, finished: bool, stop_tasks: bool) -> None:
         atexit.unregister(self._at_exit)
@@ -273,6 +280,7 @@ class ParameterServerStrategy(Strategy):
             if self.coordinator is not None:
                 self.coordinator.dispatcher.close(stop_tasks)
         finally:
+            self._program.close()
             self._disconnect()
 
     # Variables.
