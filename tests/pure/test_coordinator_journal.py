@@ -111,7 +111,9 @@ def test_damage_in_the_middle_is_said(tmp_path):
         journal.mark(step=2)
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"step":1', b'"step":7'))
-    with pytest.raises(CorruptBackupError, match="Expected whole records .* at byte 39"):
+    with pytest.raises(
+        CorruptBackupError, match=r"Expected whole records .* at byte 39.*Put it back"
+    ):
         Journal(path, "job")
 
 

@@ -43,6 +43,33 @@ def test_a_job_begins_goes_on_and_is_finished(tmp_path):
     record.close()
 
 
+@pytest.mark.parametrize("name", ["3-ps0.json", "3-variables.json"])
+@pytest.mark.parametrize("left", [None, b"00000000 [torn"])
+def test_snapshots_without_their_journal_are_left_alone(tmp_path, name, left):
+    """A job that began there would train from initial values, and prune them."""
+    (tmp_path / name).write_text("{}")
+    if left is not None:
+        (tmp_path / "journal").write_bytes(left)
+    with pytest.raises(BackupError, match=r"Expected the journal.*snapshots \[3\].*Got none"):
+        Record(tmp_path, "new")
+    with pytest.raises(BackupError, match="to begin anew, give another state directory"):
+        Record(tmp_path, "new")  # that it was tried has changed nothing
+    assert (tmp_path / name).exists()
+    assert (tmp_path / "journal").exists() == (left is not None)
+
+
+def test_snapshots_of_a_job_that_has_ended_are_replaced_with_a_warning(tmp_path, caplog):
+    record = Record(tmp_path, "first")
+    record.used(0)
+    record.end()
+    record.close()
+    (tmp_path / "3-ps0.json").write_text("{}")
+    record = Record(tmp_path, "second")
+    assert record.resumed is None
+    assert "has ended: another one begins, and its snapshots take the place of [3]" in caplog.text
+    record.close()
+
+
 def test_pushes_since_the_last_snapshot_are_at_risk(tmp_path):
     record = Record(tmp_path, "job")
     record.used(0)

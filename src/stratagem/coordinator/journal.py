@@ -269,8 +269,9 @@ def _read(path: Path) -> tuple[Progress, int]:
             where = start if bad is None else bad
             raise CorruptBackupError(
                 f"Expected whole records in the journal {path}. Got one that is not as it was "
-                f"written at byte {where}, with more after it. Move the file away: the job then "
-                "starts from the snapshots of its servers, and its epoch from the beginning"
+                f"written at byte {where}, with more after it. Put it back from a copy of its "
+                "directory, with the snapshots of then; or, to begin anew, give another state "
+                "directory"
             )
         else:
             _apply(progress, record)

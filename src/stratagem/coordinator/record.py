@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,12 @@ from stratagem.coordinator.instructions import Counted, Lease
 from stratagem.coordinator.journal import Journal, resume
 from stratagem.coordinator.progress import Progress
 from stratagem.coordinator.watermark import Watermark
+from stratagem.errors import BackupError
+from stratagem.parameter_server import catalog, snapshot
 
 NAME = "journal"
+
+_log = logging.getLogger("stratagem")
 
 
 class Record:
@@ -28,16 +33,32 @@ class Record:
         began: whether any step was ever begun: otherwise there is nothing to go on with.
 
     Raises:
-        BackupError: another process has the journal open, or it cannot be written.
+        BackupError: another process has the journal open, or it cannot be written; or there are
+            snapshots, and no journal.
         CorruptBackupError: it is damaged.
     """
 
     def __init__(self, directory: Path, new_job: str):
         self._path = directory / NAME
         self._lock = threading.Lock()
-        self._journal = Journal(self._path, resume(self._path).job or new_job)
+        job = resume(self._path).job
+        snapshots = {*snapshot.numbers(directory), *catalog.numbers(directory)}
+        if snapshots and not job:
+            raise BackupError(
+                f"Expected the journal of a job in {directory}, where its snapshots "
+                f"{sorted(snapshots)} are. Got none: what they have in them is not known. Put the "
+                "file 'journal' back; or, to begin anew, give another state directory, or remove "
+                "the snapshots."
+            )
+        self._journal = Journal(self._path, job or new_job)
         self.resumed: Progress | None = self._journal.progress
         if self.resumed.ended or not self.resumed.next_token:  # it is done, or never began a step
+            if self.resumed.ended and snapshots:
+                _log.warning(
+                    "The job that %s is the state of has ended: another one begins, and its "
+                    "snapshots take the place of %s.",
+                    directory, sorted(snapshots),
+                )  # fmt: skip
             self._journal.begin(new_job)
             self.resumed = None
         if self.resumed is not None and self.resumed.perhaps:

@@ -37,6 +37,12 @@ def read(directory: Path, number: int) -> list[Spec]:
         ) from error
 
 
+def numbers(directory: Path) -> list[int]:
+    """Numbers of the snapshots that anything is said of, the oldest first."""
+    names = os.listdir(directory) if directory.is_dir() else ()
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
 def prune(directory: Path, before: int) -> None:
     """Removes what is said of snapshots before a number."""
     for name in os.listdir(directory):
