@@ -18,10 +18,11 @@ from stratagem.errors import (
     PeerTimeoutError,
     RemoteError,
 )
-from stratagem.parameter_server import initial
+from stratagem.parameter_server import initial, taking
 from stratagem.parameter_server.bags import Bagged, Bags
 from stratagem.parameter_server.client import Item, Servers
 from stratagem.parameter_server.gathered import Gathered
+from stratagem.parameter_server.holder import SILENT_SECONDS
 from stratagem.parameter_server.jobs import WAITING, Jobs
 from stratagem.parameter_server.partitioners import FixedShardsPartitioner
 from stratagem.parameter_server.plan import Placement, Unit
@@ -260,11 +261,39 @@ def test_what_a_server_without_state_says():
     with pytest.raises(JobMismatchError, match="ps 0.*: expected requests of the job"):
         other.stop()
     assert not cluster.servers[0].stopped
+    taking.leave(servers)
+    cluster.hub.turn(1.0)
     other.hello(start=True)
     assert other.status()[0]["variables"] == 0
     cluster.network.kill(cluster.servers[0].hub)
     cluster.servers[0] = cluster.serve(0)
     assert [h["ready"] for h in other.hello()] == [False, True]
+
+
+def test_a_server_belongs_to_one_job_at_a_time(tmp_path):
+    """Until its coordinator leaves, or is not heard; the job's own may come again at any time."""
+    cluster = Cluster(2, tmp_path)
+    servers = cluster.client()
+    servers.hello(start=True)
+    model(servers, 2)
+    other = cluster.client(job="other", hub=cluster.network.hub("other"))
+    taken = (
+        r"ps 0.*: expected to be taken by one job at a time. Got job 'other', while job 'job' has "
+        r"it, whose coordinator \(process \d+ on .*\) was heard 0.0 s ago. End that program"
+    )
+    for take in (lambda: other.hello(start=True), other.hello, lambda: other.restore(1, [], [])):
+        with pytest.raises(JobMismatchError, match=taken):
+            take()
+    again = cluster.client(hub=cluster.network.hub("again"))
+    assert [h["ready"] for h in again.hello()] == [True, True]
+    cluster.network.kill(again.hub)
+    end = other.hub.now() + SILENT_SECONDS
+    while other.hub.now() < end:
+        with pytest.raises(JobMismatchError, match="one job at a time"):
+            other.hello()
+        other.hub.turn(1.0)
+    other.hello(start=True)
+    assert other.status()[0]["variables"] == 0
 
 
 def test_long_work_ends_where_the_state_that_it_writes_is_replaced():

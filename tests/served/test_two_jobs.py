@@ -16,8 +16,12 @@ ANOTHER = r"worker \d at .*, \w+: worker \d: expected (requests|servers) of the 
 
 
 @pytest.fixture
-def two(served):
-    """Makes two jobs, one after the other, in one cluster, as two programs would."""
+def two(served, monkeypatch):
+    """Makes two jobs, one after the other, in one cluster, as two programs would.
+
+    The first has not been heard for long when the second begins, else it would be refused.
+    """
+    monkeypatch.setattr("stratagem.parameter_server.holder.SILENT_SECONDS", 0.0)
     strategies = []
 
     def make(workers=1, **arguments):

@@ -178,6 +178,9 @@ class Guard:
         )  # fmt: skip
 
     def _heard(self, member: _Member, answer: Any) -> None:
+        if isinstance(refused := as_raised(answer), JobMismatchError):
+            self._fail(member, refused)
+            return
         if isinstance(answer, Exception):
             member.asked = False  # `look` asks again
             return

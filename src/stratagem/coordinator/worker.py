@@ -236,7 +236,7 @@ class _Computer:
         """The servers have the last word on which job is the present one: a coordinator that has
         been replaced, and does not know it yet, must not take this worker back."""
         try:
-            told = servers.hello()
+            told = servers.status()
         except OUT_OF_REACH:
             return  # so nothing runs before they are back, and they refuse what they should
         for said in told:

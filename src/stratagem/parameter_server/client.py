@@ -15,6 +15,7 @@ from stratagem.parameter_server.answers import Committed, Item, Pulled, Pushed
 from stratagem.parameter_server.bags import Bags
 from stratagem.parameter_server.dtypes import dtype_of
 from stratagem.parameter_server.gathered import Gathered, Part
+from stratagem.parameter_server.holder import this_process
 from stratagem.parameter_server.pending import Pending, as_raised
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.transport.hub import Hub
@@ -84,7 +85,7 @@ class Servers:
 
     def greeting(self, server: int, start: bool = False) -> dict[str, Any]:
         """The fields of `hello` to a server, but for `job`."""
-        fields: dict[str, Any] = {"client": self.client, "start": start}
+        fields: dict[str, Any] = {"client": self.client, "start": start, "who": this_process()}
         if self.replicated:
             other = self.peers[(server + 1) % len(self.peers)]
             fields["replica"] = [other.name, other.address]

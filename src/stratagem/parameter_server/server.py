@@ -13,6 +13,7 @@ from typing import Any
 
 from stratagem.errors import BackupError, JobMismatchError, NotReadyError
 from stratagem.parameter_server import protocol, restore, snapshot
+from stratagem.parameter_server.holder import Holder
 from stratagem.parameter_server.jobs import Jobs, Steps
 from stratagem.parameter_server.mirrors import Mirrors
 from stratagem.parameter_server.protocol import Answer, Fields
@@ -42,6 +43,7 @@ class ParameterServer:
         job: whose state that is; empty before the first.
         ready: whether it has all state that it should have.
         stopped: whether it was asked to end.
+        holder: whom it belongs to.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ParameterServer:
         self.job = ""
         self.ready = False
         self.stopped = False
+        self.holder = Holder(index)
         self.jobs = Jobs(eager)
         self.mirrors = Mirrors(self.jobs, self.store)
         self.replicator: Replicator | None = None
@@ -106,6 +109,8 @@ class ParameterServer:
 
     def _hello(self, request: Request, said: Fields) -> Answer:
         job = said.text("job")
+        if said.raw.get("who") is not None:
+            self.holder.take(job, request.client, said.text("who"), self.hub.now())
         if said.raw.get("replica") is not None and self.replicator is None:
             name, address = said.get("replica", "name and address of a server", _is_place)
             self.replicate_to(self.hub.connect(address, name))
@@ -125,6 +130,10 @@ class ParameterServer:
     def _stop(self, request: Request, said: Fields) -> Answer:
         self._check_same(said.text("job"))
         self.stopped = True
+        return {}, ()
+
+    def _leave(self, request: Request, said: Fields) -> Answer:
+        self.holder.leave(said.text("job"))
         return {}, ()
 
     def _pull(self, request: Request, said: Fields) -> Answer:
@@ -219,6 +228,7 @@ class ParameterServer:
 
     def _fill(self, request: Request, job: str, steps: Callable[[], Steps]) -> None:
         """Replaces the state by one from elsewhere; until then this server is not ready."""
+        self.holder.check(job, request.client, self.hub.now())
         if self._snapshot is not None:
             raise BackupError("Expected no snapshot to be written during a restore. Wait for it.")
         self._begin(job)
@@ -265,8 +275,8 @@ class ParameterServer:
         return self.mirrors.serve(request, said)
 
     _handlers: Mapping[str, Callable[[ParameterServer, Request, Fields], Answer | None]] = {
-        "hello": _hello, "status": _status, "stop": _stop, "pull": _pull, "read": _read,
-        "table": _table, "squares": _squares,
+        "hello": _hello, "status": _status, "stop": _stop, "leave": _leave,
+        "pull": _pull, "read": _read, "table": _table, "squares": _squares,
         "create": _create, "snapshot": _take_snapshot, "restore": _restore, "recover": _recover,
         "mirror": _mirror, "mirror_state": _mirror, "mirror_rows": _mirror,
         **dict.fromkeys(protocol.CHANGES, _change),

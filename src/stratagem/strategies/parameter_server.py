@@ -18,6 +18,7 @@ from stratagem import config, context, variables
 from stratagem.cluster import ClusterResolver, TFConfigClusterResolver, roles
 from stratagem.cluster.keys import Key
 from stratagem.data.dealt import DealtDataset
+from stratagem.parameter_server import taking
 from stratagem.parameter_server.client import Servers
 from stratagem.parameter_server.keeper import Keeper
 from stratagem.parameter_server.link import Link
@@ -126,7 +127,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ValueError: the cluster has no workers or no ps, or an argument is wrong.
-        PeerTimeoutError: a server is not there in time.
+        PeerTimeoutError, JobMismatchError: a server is not there in time, or another job has it.
     """
 
     served = True
@@ -205,9 +206,8 @@ class ParameterServerStrategy(Strategy):
             servers = asking.do(make, "servers to be connected", seconds)
             servers.replicated = self.replication > 1
             resumed = None if self.record is None else self.record.resumed
-            self.told = served_cluster.hello(asking, servers, start=resumed is None)
-            for said in self.told:
-                said["ready"] = said["ready"] and said["job"] == self.job_id
+            hello = functools.partial(served_cluster.hello, asking, servers, resumed is None)
+            self.told = taking.take(asking, servers, hello, seconds)
             servers.seconds = _SECONDS
             thread = HubThread(lambda: Hub("coordinator", key), "stratagem-coordinator")
             self._threads.insert(0, thread)
@@ -279,6 +279,8 @@ class ParameterServerStrategy(Strategy):
                 self.record.end()  # first: whoever is started again must not miss what servers had
             if self.coordinator is not None:
                 self.coordinator.dispatcher.close(stop_tasks)
+            if not stop_tasks:
+                self._threads[-1].submit(lambda hub: taking.leave(self.link.servers))
         finally:
             self._program.close()
             self._disconnect()

@@ -112,11 +112,13 @@ class Client:
     Attributes:
         incarnation: its random id.
         shares: memory shared with it.
+        heard: when it was heard last.
     """
 
     def __init__(self, hub: Hub, incarnation: bytes, shares: Shares):
         self.incarnation = incarnation.hex()
         self.shares = shares
+        self.heard = float("-inf")
         self.until = float("-inf")  # when it may be forgotten: no deadline of it is later
         self.route: Any = None
         self._hub = hub
@@ -131,7 +133,7 @@ class Client:
 
     def hear(self, route: Any, prefix: Prefix, now: float) -> None:
         """Notes by which way it was heard last, and what it has got."""
-        self.route = route
+        self.route, self.heard = route, now
         self.until = max(self.until, now + prefix.seconds + _GRACE_SECONDS)
         if prefix.below > self._below:
             self._drop(prefix.below)
