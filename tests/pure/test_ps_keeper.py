@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -104,6 +105,29 @@ def test_with_nothing_kept_it_is_an_error():
     assert is_final(e.value)
     with pytest.raises(BackupError, match="Expected a state directory for snapshots"):
         raise job.snapshot()
+
+
+def test_with_both_copies_gone_the_error_is_the_same():
+    """What to do, once; not the one that the server raised, nor where it did."""
+    job = Job(replicated=True)
+    assert not job.keeper.pending
+    job.push(0)
+    for server in (0, 1):  # killed, and started again
+        job.cluster.network.kill(job.cluster.servers[server].hub)
+        job.cluster.servers[server] = job.cluster.serve(server)
+    with contextlib.suppress(PeerLostError):
+        job.servers.hello()
+    job.servers.hello()
+    with pytest.raises(BackupError) as caught:
+        job.keeper.restore(1, job.specs, job.units)
+    assert str(caught.value) == job.keeper._nothing(1)
+    assert caught.value.__suppress_context__
+    with pytest.raises(BackupError) as caught:
+        job.servers.recover(1)
+    assert str(caught.value) == (
+        "ps 1 at ps1:1, recover: ps 1: expected its state from ps 0. It is not there: Expected a "
+        "complete copy of ps 1 of the job 'job'. Got none. Restore a snapshot."
+    )
 
 
 def test_many_changes_make_a_snapshot_due(tmp_path, monkeypatch):

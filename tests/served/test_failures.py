@@ -262,6 +262,7 @@ def test_a_server_that_another_job_took_meanwhile_ends_this_one(served):
     taken = RemoteError("ps 0", "hello", "JobMismatchError", "expected to be taken by one job")
     guard._heard(member, taken)
     assert isinstance(strategy.link.failed, JobMismatchError)
+    assert strategy.link.failed.__cause__ is None  # no traceback of the server's
     with pytest.raises(BackupError, match="ps 0, hello: expected to be taken by one job"):
         total.numpy()
 

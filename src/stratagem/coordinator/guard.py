@@ -222,7 +222,9 @@ class Guard:
 
     def _fail(self, member: _Member, error: Exception) -> None:
         """It cannot be restored: the program is told, at once and whatever it asks for."""
-        if not isinstance(error, BackupError | JobMismatchError):
+        if isinstance(error, BackupError | JobMismatchError):
+            error = type(error)(str(error))  # its text says all; where it was raised, nothing
+        else:
             error = BackupError(
                 f"Expected {member.peer} to go on. Got {type(error).__name__}: {error}. Look at "
                 "its log, and start the job again; it goes on from the last snapshot."

@@ -230,7 +230,7 @@ class Keeper:
                 return 0
             except BackupError as error:
                 if self.complete is None and self._pushed:
-                    raise
+                    raise BackupError(self._nothing(server)) from None
                 _log.warning("%s", error)
         lost: int | None = 0
         if self.complete is not None:
@@ -253,9 +253,9 @@ class Keeper:
         peer = self._servers.peers[server]
         return (
             f"Expected {peer.name} at {peer.address} to be restored: it was started again, and is "
-            "empty. Got neither a state directory with snapshots nor a replica, so what it held is "
-            "lost. Start the job again, with `stratagem run` or STRATAGEM_STATE_DIR, state_dir=... "
-            "or replication=2, so that the next loss costs less."
+            "empty. Got neither a state directory with snapshots nor a replica that is complete, "
+            "so what it held is lost. Start the job again, with `stratagem run` or "
+            "STRATAGEM_STATE_DIR, state_dir=... or replication=2, so that the next loss costs less."
         )
 
 

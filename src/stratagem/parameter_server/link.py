@@ -162,7 +162,7 @@ class Link:
         self._goes_on = False
         while self.keeper.pending:
             if self.failed is not None:
-                raise BackupError(str(self.failed)) from self.failed
+                raise BackupError(str(self.failed))
             written: Future[None] = Future()
             self.snapshot(written.set_result)
             try:
@@ -269,7 +269,7 @@ class Link:
         end = time.monotonic() + _SECONDS
         while True:
             if self.failed is not None:
-                raise BackupError(str(self.failed)) from self.failed
+                raise BackupError(str(self.failed))
             left = max(0.0, end - time.monotonic())
             try:
                 return self._asking.do(lambda hub: work(), what, left + _ASKED_SECONDS)

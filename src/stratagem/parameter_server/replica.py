@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.errors import BackupError, StratagemError
+from stratagem.errors import BackupError, RemoteError, StratagemError
 from stratagem.parameter_server.block import Block
 from stratagem.parameter_server.carry import pack_state, ranges, unpack_state
 from stratagem.parameter_server.dtypes import dtype_of
@@ -149,11 +149,12 @@ class Replicator:
         self._peer.post(method, fields, seconds=self._seconds, done=done)
         while not came:
             yield WAITING
-        if isinstance(came[0], Exception):
+        if isinstance(error := came[0], Exception):
+            why = error.text if isinstance(error, RemoteError) else str(error)
             raise BackupError(
-                f"ps {self._index}: expected its state from {self._peer.name}. Got "
-                f"{type(came[0]).__name__}: {came[0]}. Restore a snapshot."
-            ) from came[0]
+                f"ps {self._index}: expected its state from {self._peer.name}. It is not there: "
+                f"{why}"
+            ) from None
         return came[0]
 
     def _copying(self, session: int) -> Steps:
