@@ -111,9 +111,10 @@ def test_both_copies_have_the_same_bits():
     assert pair.servers[0].store.version == 11
 
 
-def test_a_restarted_server_gets_its_state_back():
+def test_a_restarted_server_gets_its_state_back(caplog):
     pair = Pair()
     pair.settle()
+    assert "in two places" not in caplog.text
     for _ in range(5):
         pair.push()
     pair.push(round=0)
@@ -130,6 +131,8 @@ def test_a_restarted_server_gets_its_state_back():
     assert not pair.push().applied or pair.servers[1].store.version == version + 2
     pair.settle()
     assert states(pair) == ["on", "on"]
+    for said in ("ps 0 has its replica on ps 1 again", "ps 1 has its replica on ps 0 again"):
+        assert caplog.text.count(f"{said}: what it holds is in two places.") == 1
     assert pair.equal(0)
     assert pair.equal(1)
 

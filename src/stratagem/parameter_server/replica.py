@@ -76,6 +76,7 @@ class Replicator:
         self._copies = 0
         self._next_try = 0.0
         self._adopts = False
+        self._alone = False  # whether it was said, or is known, that a copy was lost
         self._with: str | None = None
 
     @property
@@ -136,7 +137,7 @@ class Replicator:
                     answer = yield from self._ask("mirror_rows", fields)
                     block.write(start - block.start, answer.arrays[0])
         unpack_state(store, about.fields, about.arrays, arrays)
-        self._adopts = True
+        self._adopts = self._alone = True
         return {"version": store.version}
 
     def _ask(self, method: str, fields: Mapping[str, Any]) -> Steps:
@@ -192,6 +193,12 @@ class Replicator:
     def _complete(self, session: int) -> None:
         if session == self._session and self.state == "copying":
             self.state = "on"
+            if self._alone:
+                self._alone = False
+                _log.warning(
+                    "ps %d has its replica on %s again: what it holds is in two places.",
+                    self._index, self._peer.name,
+                )  # fmt: skip
 
     def _copied(self, session: int, result: Any) -> None:
         if isinstance(result, Exception) and session == self._session:
@@ -230,6 +237,7 @@ class Replicator:
     def _give_up(self, why: str) -> None:
         """Goes on without the other; those who wait for it get their answers."""
         if why:
+            self._alone = True
             _log.warning(
                 "ps %d goes on without its replica on %s: %s. What it holds is in one place until "
                 "that server is back.", self._index, self._peer.name, why,
