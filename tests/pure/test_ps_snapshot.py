@@ -254,7 +254,7 @@ def test_damage_is_found(tmp_path, damage, match):
     take(store, tmp_path)
     damage(tmp_path / "1-ps0.data", tmp_path / "1-ps0.json")
     new = Store(0)
-    with pytest.raises(CorruptBackupError, match=match):
+    with pytest.raises(CorruptBackupError, match=rf"(?s){match}.*Put the file back from a copy"):
         finish(restoring(new, tmp_path, 1, "job", specs, UNITS))
     assert not new.specs
 

@@ -20,7 +20,7 @@ from stratagem.parameter_server.jobs import Steps
 from stratagem.parameter_server.plan import Spec, Unit
 from stratagem.parameter_server.store import Store
 
-_BEFORE = "Restore the snapshot before it."
+_ADVICE = "Put the file back from a copy; or, to begin anew, give another state directory."
 
 
 def restoring(
@@ -110,12 +110,12 @@ def _read_column(
             data = file.read(array.nbytes)
     except OSError as e:
         raise CorruptBackupError(
-            f"{path}: expected to read it. Got {type(e).__name__}: {e}. {_BEFORE}"
+            f"{path}: expected to read it. Got {type(e).__name__}: {e}. {_ADVICE}"
         ) from e
     if len(data) != array.nbytes or zlib.crc32(data) != checksum:
         raise CorruptBackupError(
             f"{path}: expected rows of a dynamic table as they were written. Got other bytes. "
-            f"{_BEFORE}"
+            f"{_ADVICE}"
         )
     return np.frombuffer(data, array.dtype).reshape(shape)
 
@@ -152,7 +152,7 @@ def _manifests(directory: Path, number: int, job: str) -> list[Any]:
                 )
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise CorruptBackupError(
-                f"{path}: expected what was written. Got {type(e).__name__}: {e}. {_BEFORE}"
+                f"{path}: expected what was written. Got {type(e).__name__}: {e}. {_ADVICE}"
             ) from e
         if content["job"] != job:
             raise BackupMismatchError(
@@ -220,7 +220,7 @@ def _read(
                 if got != len(data) or zlib.crc32(data) != piece["checksums"][i]:
                     raise CorruptBackupError(
                         f"{path}: expected rows {low} to {high} of variable {piece['vid']} as they "
-                        f"were written. Got other bytes. {_BEFORE}"
+                        f"were written. Got other bytes. {_ADVICE}"
                     )
                 rows = np.frombuffer(data, dtype).reshape(high - low, *shape[1:])
                 a, b = max(low, start), min(high, stop)
@@ -229,5 +229,5 @@ def _read(
                 yield
     except OSError as e:
         raise CorruptBackupError(
-            f"{path}: expected to read it. Got {type(e).__name__}: {e}. {_BEFORE}"
+            f"{path}: expected to read it. Got {type(e).__name__}: {e}. {_ADVICE}"
         ) from e
