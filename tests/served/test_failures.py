@@ -226,7 +226,8 @@ import stratagem
 from stratagem.coordinator import server
 note = lambda what: pathlib.Path({str(done)!r}).open("a").write(what)
 atexit.register(note, "strategy ")  # as a strategy does, when it is made
-stratagem.Server.stop = lambda self: note("worker ")
+stop = stratagem.Server.stop
+stratagem.Server.stop = lambda self: (note("worker "), stop(self))
 stratagem.Server.create_local_server()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
