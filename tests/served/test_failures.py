@@ -373,6 +373,7 @@ def test_whoever_dies_while_the_job_ends_has_ended_it(left, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(strategy.coordinator.dispatcher, "close", killed)
+    monkeypatch.setattr("stratagem.parameter_server.holder.SILENT_SECONDS", 0.5)
     with pytest.raises(KeyboardInterrupt):
         strategy.close(stop_tasks=True)
     strategy = left(crash=None)
