@@ -120,6 +120,8 @@ class ClusterCoordinator:
             StopIteration: an iterator is at its end.
         """
         leaves, tree = jax.tree.flatten(arguments)
+        if not leaves:
+            return arguments, None
         if any(isinstance(x, PerWorkerIterator) and x.element_spec is None for x in leaves):
             raise StopIteration  # no worker has any element
         dealt = [leaf for leaf in leaves if isinstance(leaf, DealtIterator)]
