@@ -312,7 +312,7 @@ class _Division:
             content = repr(data).encode()
             numbers = [h.var for h in update.handed if h.var in self.flow.numbers]
             if numbers:  # of the same update with another bound, as a norm's
-                content += self.norms.program(self.norms.sums_of(numbers), numbers)[1].encode()
+                content += self.norms.program(numbers)[1].encode()
         else:
             content = self._ship_update(update)
             count = len(update.handed)

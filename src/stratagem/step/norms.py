@@ -58,6 +58,7 @@ class Found:
         self.gradients: dict[Any, Any] = {}
         self._made: set[Any] = set()
         self._constant = set(flow.consts)
+        self._programs: dict[tuple[Any, ...], tuple[Any, str]] = {}
         for eqn in flow.eqns:
             of = set(variables_of(eqn.invars))
             if eqn.effects or eqn.primitive is primitives.given_p or len(eqn.outvars) != 1:
@@ -80,9 +81,17 @@ class Found:
         read = {*variables_of([v for e in eqns for v in e.invars]), *numbers}
         return [v for v in self.gradients if v in read]
 
-    def program(self, sums: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, str]:
-        """What computes some numbers of the sums, and how that is written."""
-        flow, eqns = self._flow, self._eqns(numbers)
+    def program(self, numbers: Sequence[Any]) -> tuple[Any, str]:
+        """What computes some numbers of their sums, and how that is written.
+
+        Made once for the same numbers: the norm of all gradients is in the update of each variable.
+        """
+        if (key := tuple(numbers)) not in self._programs:
+            self._programs[key] = self._program(numbers)
+        return self._programs[key]
+
+    def _program(self, numbers: Sequence[Any]) -> tuple[Any, str]:
+        flow, eqns, sums = self._flow, self._eqns(numbers), self.sums_of(numbers)
 
         def run(*values: Any) -> list[Any]:
             env = dict(flow.consts)
@@ -136,7 +145,7 @@ def norms_of(found: Found, numbers: dict[Any, list[Place]], handed: dict[Any, Pl
     """
     order = list(numbers)
     sums = found.sums_of(order)
-    run, _ = found.program(sums, order)
+    run, _ = found.program(order)
     dtypes = [v.aval.dtype for v in sums]
 
     def compute(totals: Sequence[float]) -> list[np.ndarray]:
