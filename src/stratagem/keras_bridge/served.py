@@ -144,6 +144,7 @@ class ServedStep:
         cuts = [cut for cut in every if cut[0] not in self._finished]
         values: list[RemoteValue] = []
         batch_number = self._batches.begin(len(cuts))
+        divisors = functools.cache(lambda: self._divisors(batch))  # of all parts
         for part_number, (number, n, cut) in enumerate(cuts):
             noted = None if self._key is None else (self._key, number)
             about: Any = {"rows": n, "share": n / rows, "noted": noted, "parts": len(cuts)}
@@ -153,7 +154,7 @@ class ServedStep:
                 values.append(self._submit(elsewhere.iterator, **about))
             else:
                 part = jax.tree.map(lambda x, cut=cut: x[cut] if np.ndim(x) else x, batch)
-                values.append(self._submit(part, **about, whole=batch))
+                values.append(self._submit(part, **about, divisors=divisors))
         return values
 
     def _read_there(self, batches: WorkerBatches) -> RemoteValue:
@@ -173,11 +174,11 @@ class ServedStep:
 
     def _submit(
         self, batch: Any, rows: int | None = None, share: float | None = None, step: Any = None,
-        noted: Any = None, at: Any = None, whole: Any = None, parts: int = 0,
+        noted: Any = None, at: Any = None, divisors: Any = lambda: None, parts: int = 0,
         place: tuple[int, int] = (0, 0),
     ) -> RemoteValue:  # fmt: skip
         with self._strategy.scope():
-            call = self._call(step or self._step, batch, whole)
+            call = self._call(step or self._step, batch, divisors)
         self._tree = next(iter(call.family.plans.values())).parts.out_tree
         value = self._coordinator.submit(
             call, counts=self._kind == "train", rows=rows, most=self._most, batch=noted, at=at,
@@ -187,14 +188,13 @@ class ServedStep:
             value.add_done_callback(functools.partial(self._done, *place, rows or 1))
         return value
 
-    def _call(self, step: Any, batch: Any, whole: Any) -> Call:
-        """A step on a part of a batch; `whole` is None where only its worker reads that."""
-        divisors = self._divisors(whole) if self._divides else None
-        call = self._plans.find(step, (batch, divisors), {})
-        if self._divides and divisors is None:  # as tracing has shown, the first time perhaps
-            divisors = self._divisors(whole)
-            if divisors is not None:
-                return self._plans.find(step, (batch, divisors), {})
+    def _call(self, step: Any, batch: Any, divisors: Callable[[], Any]) -> Call:
+        """A step on a part of a batch; `divisors` gives what the whole has, where that is known."""
+        known = divisors() if self._divides else None
+        call = self._plans.find(step, (batch, known), {})
+        if self._divides and known is None:  # as tracing has shown, the first time perhaps
+            if (known := divisors()) is not None:
+                return self._plans.find(step, (batch, known), {})
             if not self._warned:
                 self._warned = True
                 _log.warning(
@@ -222,8 +222,6 @@ class ServedStep:
 
     def _divisors(self, batch: Any) -> Any:
         """What a whole batch has for each row of what losses are divided by; None if not known."""
-        if batch is None:
-            return None
         leaves, tree = jax.tree.flatten(batch)
         key = (tree, *((x.shape, x.dtype) for x in leaves))
         if key not in self._beforehand:
