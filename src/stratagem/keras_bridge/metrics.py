@@ -111,13 +111,7 @@ def _adds(
     if not where or _adds_by_design(original, metric):
         return True
     rows = of_parts and all(leaves[i].shape for i in where)
-    key = (rows, tree, *(
-        (leaf.shape[1:], str(leaf.dtype)) if _is_tensor(leaf) else leaf for leaf in leaves
-    ))  # fmt: skip
-    known = _verdicts.setdefault(metric, {})
-    if key not in known:
-        known[key] = _examine(original, metric, leaves, where, tree, frame, rows=rows)
-    return known[key]
+    return _verdict(original, metric, leaves, where, tree, frame, rows)
 
 
 @contextlib.contextmanager
@@ -147,12 +141,7 @@ def _may_sum(
         return False
     if not where or _adds_by_design(original, metric):
         return True
-    key = (tree, tuple((leaf.shape[1:], str(leaf.dtype)) if _is_tensor(leaf) else leaf
-                       for leaf in leaves))  # fmt: skip
-    known = _verdicts.setdefault(metric, {})
-    if key not in known:
-        known[key] = _examine(original, metric, leaves, where, tree, frame, rows=True)
-    return known[key]
+    return _verdict(original, metric, leaves, where, tree, frame, rows=True)
 
 
 def _may_sum_scalars(
@@ -181,6 +170,19 @@ def _adds_by_design(original: Any, metric: Any) -> bool:
         ours = inspect.isfunction(fn) and fn.__module__.startswith("keras.src.")
         return ours and metric._fn_kwargs.get("axis", -1) == -1
     return True
+
+
+def _verdict(
+    original: Any, metric: Any, leaves: list[Any], where: list[int], tree: Any, frame: Any,
+    rows: bool,
+) -> bool:  # fmt: skip
+    """As `_examine`, once for a metric and the shapes of its arguments."""
+    key = (rows, tree, *((leaf.shape[1:], str(leaf.dtype)) if _is_tensor(leaf) else leaf
+                         for leaf in leaves))  # fmt: skip
+    known = _verdicts.setdefault(metric, {})
+    if key not in known:
+        known[key] = _examine(original, metric, leaves, where, tree, frame, rows)
+    return known[key]
 
 
 def _examine(
