@@ -52,8 +52,7 @@ class Guard:
         self._told = told
         self._members: dict[str, _Member] = {}
         self._families: dict[int, list[Any]] = {}  # of the closures of rounds
-        self._numbers: dict[int, dict[Place, np.ndarray]] = {}  # of the last round
-        self._totals: list[Place] = []  # of the round
+        self._numbers: dict[int, dict[Place, np.ndarray | None]] = {}  # of the last round
 
     def connect(self, hub: Any) -> None:
         """Connects, beside the link; then `look` can be called."""
@@ -101,15 +100,15 @@ class Guard:
         self._families = {n: f for n, f in self._families.items() if n >= what.round}
         families = self._families.get(what.round, ())
         plans = [p for family in families for p in list(family.plans.values())]
-        self._totals = sorted({place for p in plans for place in p.parts.totals})
+        numbers: dict[Place, np.ndarray | None]
+        numbers = {place: None for p in plans for place in p.parts.totals}  # see rounds.Numbers
         norms = {n.numbers: n for p in plans if (n := p.parts.norms) is not None}
         if not norms or what.round in self._numbers:
-            self._apply(what, self._numbers.get(what.round, {}))
+            self._apply(what, self._numbers.get(what.round, numbers))
             return
 
         def squared(answers: list[Message]) -> None:
             totals = iter(np.sum([answer.arrays[0] for answer in answers], axis=0))
-            numbers: dict[Place, np.ndarray] = {}
             for one in norms.values():
                 found = one.compute([next(totals) for _ in one.squares])
                 numbers.update(zip(one.numbers, found, strict=True))
@@ -119,11 +118,12 @@ class Guard:
         places = [list(place) for one in norms.values() for place in one.squares]
         self._ask_of(what, "squares", {"places": places}, (), squared)
 
-    def _apply(self, what: do.Commit, numbers: Mapping[Place, np.ndarray]) -> None:
-        places = [list(place) for place in numbers]
+    def _apply(self, what: do.Commit, numbers: Mapping[Place, np.ndarray | None]) -> None:
+        given = {place: value for place, value in numbers.items() if value is not None}
+        totals = [list(place) for place in numbers if place not in given]
         self._ask_of(
-            what, "commit", {"places": places, "totals": [list(place) for place in self._totals]},
-            list(numbers.values()),
+            what, "commit", {"places": [list(place) for place in given], "totals": totals},
+            list(given.values()),
             lambda answers: self._event(lambda s, now: s.committed(what.round, now)),
         )  # fmt: skip
 
