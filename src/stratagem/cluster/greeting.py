@@ -9,10 +9,10 @@ from typing import Any
 
 from stratagem.cluster.keys import VARIABLE, Key, challenge
 from stratagem.cluster.messages import LIMIT, encode
+from stratagem.cluster.tries import fair
 from stratagem.errors import JobMismatchError, PeerTimeoutError
 
 _RETRY_SECONDS = 0.05
-_TRY_SECONDS = 1.0  # that a try has at least: the last one would tell of no more than a time-out
 
 
 def greet(address: str, hello: Any, seconds: float, key: Key) -> tuple[socket.socket, bytes]:
@@ -36,8 +36,7 @@ def greet(address: str, hello: Any, seconds: float, key: Key) -> tuple[socket.so
     while True:
         line = None
         try:
-            left = max(_TRY_SECONDS, deadline - time.monotonic())
-            line = socket.create_connection((host.strip("[]"), int(port)), timeout=left)
+            line = socket.create_connection((host.strip("[]"), int(port)), fair(deadline))
             return line, _exchange(line, address, hello, key)
         except BaseException as error:
             if line is not None:

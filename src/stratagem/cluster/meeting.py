@@ -32,10 +32,10 @@ from stratagem.cluster.line import (
     resolve,
 )
 from stratagem.cluster.rollcall import listen
+from stratagem.cluster.tries import fair
 
 _HELLO = "stratagem doctor 1"
 _RETRY_SECONDS = 0.2
-_LEAST_SECONDS = 1.0  # of a try: the last one would tell of no more than a time-out
 _GRACE_SECONDS = 3.0  # after the deadline, for others to tell what they have found
 _ROUNDS = 5
 _LONG = 300  # characters of a name or a version
@@ -195,7 +195,7 @@ class _Meeting:
         while link.problem and self._left() > 0:
             tried = contextlib.AsyncExitStack()
             try:
-                seconds = max(_LEAST_SECONDS, self._left())
+                seconds = fair(self._deadline)
                 async with asyncio.timeout(seconds):
                     reach = connected(address, min(TRY_SECONDS, seconds))
                     line = await tried.enter_async_context(reach)
@@ -212,7 +212,7 @@ class _Meeting:
         return link
 
     async def _visit(self, line: Line, task: str, address: str) -> Link:
-        seconds = min(TRY_SECONDS, max(_LEAST_SECONDS, self._left()))
+        seconds = min(TRY_SECONDS, fair(self._deadline))
         card = await self._introduce(line, seconds)
         trips = []
         for _ in range(_ROUNDS):

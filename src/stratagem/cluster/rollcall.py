@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stratagem.cluster.keys import VARIABLE, Key, challenge
+from stratagem.cluster.tries import fair
 from stratagem.errors import JobMismatchError, PeerTimeoutError
 
 _LIMIT = 1 << 16  # bytes of a message
 _RETRY_SECONDS = 0.1
-_TRY_SECONDS = 1.0  # at least: see `_fair`
 _GRACE_SECONDS = 3.0
 _CHALLENGE_SECONDS = 10.0  # what does not speak first is no leader
 MAX_CLOCK_SKEW = 5.0  # seconds; more makes logs and file times of the job misleading
@@ -166,7 +166,7 @@ def _report(now: Callable[[], Card], deadline: float, seconds: float, key: Key) 
     problem = "it does not answer"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, port), timeout=_fair(deadline)) as line:
+            with socket.create_connection((host, port), timeout=fair(deadline)) as line:
                 answer, fault = _ask(line, now(), deadline, key)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
@@ -189,7 +189,7 @@ def _report(now: Callable[[], Card], deadline: float, seconds: float, key: Key) 
 
 def _ask(line: socket.socket, card: Card, deadline: float, key: Key) -> tuple[Any, str]:
     """The leader's answer to a card, and what is wrong with the proof of its key."""
-    line.settimeout(min(_fair(deadline), _CHALLENGE_SECONDS))
+    line.settimeout(min(fair(deadline), _CHALLENGE_SECONDS))
     theirs, own = json.loads(_read_line(line))["challenge"], challenge()
     said = asdict(card)
     _send(line, {"card": said, "challenge": own, "proof": key.proof("task", theirs, own, said)})
@@ -348,11 +348,6 @@ def _read_line(line: socket.socket) -> bytes:
         if len(received) > _LIMIT:
             raise ValueError("a message that is too long")
     return received
-
-
-def _fair(deadline: float) -> float:
-    """Seconds for a try: the last one would tell of no more than a time-out with what is left."""
-    return max(_TRY_SECONDS, _left(deadline))
 
 
 def _left(deadline: float) -> float:
