@@ -78,7 +78,8 @@ def test_the_later_job_is_not_touched_and_the_earlier_one_is_told(two):
     assert float(variable.numpy()) == 1007.0
 
 
-def test_what_the_earlier_job_stops_or_cancels_is_not_the_later_one(two):
+def both_at_work(two):
+    """The first job and its coordinator; the second one's, its variable, and what adds to it."""
     first, begin = two()
     before = ClusterCoordinator(first)
     before.schedule(counter(first, 0.0)[1]).fetch()
@@ -86,6 +87,11 @@ def test_what_the_earlier_job_stops_or_cancels_is_not_the_later_one(two):
     variable, new = counter(second, 1000.0)
     after = ClusterCoordinator(second)
     after.schedule(new).fetch()
+    return first, before, after, variable, new
+
+
+def test_what_the_earlier_job_stops_or_cancels_is_not_the_later_one(two):
+    first, before, after, variable, new = both_at_work(two)
     cancel = lambda hub: before.dispatcher._crew.cancel("worker 0", 3)  # noqa: E731
     first.link.thread.do(cancel, "a closure to be cancelled", 5.0)  # one that is to come
     first.close(stop_tasks=True)
@@ -97,13 +103,7 @@ def test_what_the_earlier_job_stops_or_cancels_is_not_the_later_one(two):
 
 def test_a_worker_that_comes_back_is_of_the_later_job(two):
     """The earlier program does not know yet that it was replaced when it sets the worker up."""
-    first, begin = two()
-    before = ClusterCoordinator(first)
-    before.schedule(counter(first, 0.0)[1]).fetch()
-    second = begin()
-    variable, new = counter(second, 1000.0)
-    after = ClusterCoordinator(second)
-    after.schedule(new).fetch()
+    first, before, after, variable, new = both_at_work(two)
     dispatcher = before.dispatcher
     silent = lambda hub: dispatcher._crew.lost("worker 0", "nothing is heard")  # noqa: E731
     first.link.thread.do(silent, "a loss", 5.0)

@@ -133,20 +133,24 @@ class Crew:
                     "setup", {**self._setup, "index": member.index}, seconds=_SETUP_SECONDS,
                     done=functools.partial(self._set_up, member),
                 )  # fmt: skip
+        now = time.monotonic()
         for opening in self._openings.values():
-            if opening.empty and not opening.first.done() and time.monotonic() > opening.until:
-                late = [m for n in opening.awaited if (m := self._members[n]).up is None]
-                for member in late:
-                    _log.warning(
-                        "A dataset is empty where it was opened, and %s has not come in %g s: it "
-                        "is taken to have none either. Start it earlier.",
-                        member.peer, openings.COME_SECONDS,
-                    )  # fmt: skip
-                    opening.settle(member.name)
-        self._miss(time.monotonic())
-        if time.monotonic() - self._warned >= _WARN_SECONDS:
-            self._warned = time.monotonic()
-            self._warn(self._warned)
+            if opening.empty and not opening.first.done() and now > opening.until:
+                self._settle_without_absent(opening)
+        self._miss(now)
+        if now - self._warned >= _WARN_SECONDS:
+            self._warned = now
+            self._warn(now)
+
+    def _settle_without_absent(self, opening: Opening) -> None:
+        """Who has not come has no say any more in whether a dataset is empty."""
+        for member in [m for n in opening.awaited if (m := self._members[n]).up is None]:
+            _log.warning(
+                "A dataset is empty where it was opened, and %s has not come in %g s: it is taken "
+                "to have none either. Start it earlier.",
+                member.peer, openings.COME_SECONDS,
+            )  # fmt: skip
+            opening.settle(member.name)
 
     def _miss(self, now: float) -> None:
         """Tells once who has never come, while others work; where none does, the state tells."""
